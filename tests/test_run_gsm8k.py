@@ -1,0 +1,305 @@
+"""Laws of run_gsm8k.py: reading answers, problems, bad input; and the command itself, on real Ray and vLLM."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import run_gsm8k
+from run_gsm8k import (
+    POCKET,
+    PocketProblems,
+    UsageError,
+    compute_reward,
+    demonstration,
+    held_out,
+    load_gsm8k,
+    make_problem,
+    make_prompts,
+    parse_config,
+    read_answer,
+    sample_seed,
+)
+
+ROOT = Path(run_gsm8k.__file__).parent
+
+# ---- The reward ------------------------------------------------------------------------------------------------------
+
+RIGHT = ["#### 1,234", "#### 1234.00", "####1234", "#### $1,234", "#### **1234**", "#### 1234.", "#### 1,234 dollars"]
+WRONG = ["#### ", "####", "1234", "#### 12 34", "#### 1234 or 1235", "#### -1234", "#### 1,23,4", "no number"]
+
+
+@pytest.mark.parametrize("response", RIGHT)
+@pytest.mark.parametrize("tail", ["", "\n" + "and so on, at length. " * 230])
+def test_an_answer_is_read_as_a_person_would(response: str, tail: str) -> None:
+    """Commas, a dollar sign, bold marks, a full stop, .00 and a unit do not make a right answer wrong."""
+    assert compute_reward("48/2 = 24 clips.\n" + response + tail, "1234") == 1.0
+
+
+@pytest.mark.parametrize("response", WRONG)
+def test_what_is_no_single_number_after_the_mark_is_no_answer(response: str) -> None:
+    """Strict: exactly one number after the last ####, and the right one."""
+    assert compute_reward(response, "1234") == 0.0
+
+
+def test_flexible_mode_takes_the_last_number_of_the_text() -> None:
+    """Without ####, the last number counts; a minus is a sign only where it is one."""
+    assert read_answer("The total is 72, altogether.", "flexible") == 72
+    assert read_answer("She has 9 - 5 left", "flexible") == 5
+    assert read_answer("9-5", "flexible") == 5
+    assert read_answer("It is -5.", "flexible") == -5
+    assert compute_reward("#### -5", "5") == 0.0 and compute_reward("#### 5", "-5") == 0.0
+
+
+@given(
+    st.decimals(min_value=-(10**9), max_value=10**9, places=2) | st.integers(-(10**9), 10**9).map(Decimal),
+    st.sampled_from(["{}", "${}", "**{}**", "{}.", "{} dollars", "({})", "= {}", "\\boxed{{{}}}"]),
+    st.booleans(),
+)
+@example(Decimal("-1234"), "${}", True)
+@example(Decimal("0.50"), "{}.", False)
+def test_any_number_reads_back_as_itself_however_it_is_written(number: Decimal, form: str, commas: bool) -> None:
+    """Formatting a number and reading it is the identity, in both modes."""
+    text = "#### " + form.format(f"{number:,}" if commas else f"{number}")
+    assert read_answer(text) == number
+    assert read_answer(text, "flexible") == number
+
+
+# ---- The problems ----------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 10**6))
+def test_a_pocket_problem_and_its_demonstration_agree(seed: int) -> None:
+    """The working of a problem is true arithmetic in one to five steps, and every demonstration earns the reward."""
+    rng = random.Random(seed)
+    problem = make_problem(rng)
+    assert 1 <= len(problem.working) <= 5
+    for line in problem.working:
+        claim = next(word for word in line.rstrip(".").split() if "=" in word)
+        left, right = claim.split("=")
+        assert eval(left.replace("/", "//")) == int(right) < 100
+    for bare in (0.0, 1.0):
+        assert compute_reward(demonstration(problem, rng, bare), problem.answer) == 1.0
+
+
+def test_no_problem_is_both_trained_on_and_held_out() -> None:
+    """The test set is decided by a hash of the text: no training problem can be in it."""
+    problems = PocketProblems()
+    test = problems.test(300)
+    assert len({p.question for p in test}) == 300 and all(held_out(p.question) for p in test)
+    train = problems.train(seed=0, start=0, n=300)
+    assert not any(held_out(p.question) for p in train)
+    assert train[100:] == problems.train(seed=0, start=100, n=200), "a problem is a function of its number alone"
+    assert train != problems.train(seed=1, start=0, n=300)
+
+
+def test_gsm8k_files_are_read_whole_or_refused_with_their_line(tmp_path: Path) -> None:
+    """Broken JSON, a missing field, an answer without ####, an empty file: file, line and cause; CRLF is no fault."""
+    good = {"question": "How many?", "answer": "2+2=<<2+2=4>>4\n#### 1,004"}
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(b"\r\n".join([json.dumps(good).encode()] * 2) + b"\r\n")
+    assert [p.answer for p in load_gsm8k(path)] == ["1004", "1004"]
+    for line in ("{", "[]", '{"question": "q"}', json.dumps({**good, "answer": "4"}), json.dumps({**good, "answer": 4})):
+        path.write_text(json.dumps(good) + "\n" + line + "\n")
+        with pytest.raises(UsageError, match=r"train.jsonl, line 2"):
+            load_gsm8k(path)
+    path.write_text("")
+    with pytest.raises(UsageError, match="has no problems"):
+        load_gsm8k(path)
+    with pytest.raises(UsageError, match="cannot read"):
+        load_gsm8k(tmp_path / "test.jsonl")
+
+
+def test_each_response_has_a_seed_of_its_own_that_depends_on_nothing_else() -> None:
+    """Seeds follow (run seed, uid): no twins in a group, another run seed gives others, the batch's cut gives the same."""
+    problems = PocketProblems().train(0, 0, 4)
+    batch = make_prompts(problems, "step3", 8, run_seed=5, temperature=1.0)
+    seeds = batch["seed"].tolist()
+    assert len(set(seeds)) == 32 and max(seeds) < 2**63
+    assert seeds == [sample_seed(5, str(uid)) for uid in batch["uid"]]
+    assert not set(seeds) & set(make_prompts(problems, "step3", 8, run_seed=6)["seed"].tolist())
+    assert [row["ground_truth"] for row in batch][::8] == [p.answer for p in problems]
+
+
+# ---- Bad input: one line, exit status 2 ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["--steps", "0"], "--steps 0: give at least 1"),
+        (["--batch-size", "0"], "--batch-size 0: give at least 1"),
+        (["--group-size", "1"], "--group-size 1: give at least 2"),
+        (["--temperature", "0"], "--temperature 0.0: give a number above 0"),
+        (["--learning-rate", "nan"], "--learning-rate nan: give a number above 0"),
+        (["--model", "./nowhere"], "--model ./nowhere: no such folder; give a folder or a hub name"),
+        (["--data", "nowhere"], "--data nowhere: no such folder"),
+        (["--response-length", "2000"], "do not fit in the 1024 tokens of the model"),
+        (["--prompt-length", "5"], "--prompt-length 5: a prompt has"),
+        (["--resume", "--name", "nowhere"], "nothing to resume"),
+    ],
+)
+def test_bad_input_ends_in_one_line_that_names_the_value(
+    argv: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """One line on standard error, exit status 2, and nothing written."""
+    out = tmp_path / "runs"
+    assert run_gsm8k.main(["--preset", "pocket", "--out", str(out), *argv]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and line in err and err.count("\n") == 1
+    assert not out.exists()
+
+
+def test_an_output_folder_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A file where the folder should be."""
+    (tmp_path / "runs").write_text("")
+    assert run_gsm8k.main(["--preset", "pocket", "--out", str(tmp_path / "runs")]) == 2
+    assert "cannot write to" in capsys.readouterr().err
+
+
+def test_a_run_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A name that is taken is refused."""
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "metrics.jsonl").write_text("")
+    assert run_gsm8k.main(["--preset", "pocket", "--out", str(tmp_path), "--name", "first"]) == 2
+    assert "exists already: choose another --name" in capsys.readouterr().err
+
+
+def test_a_broken_torchvision_is_named_with_its_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torchvision that does not import ends in the command that removes it, not in a traceback out of transformers."""
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError, match="pip uninstall -y torchvision torchaudio torchcodec"):
+        run_gsm8k.check_companions()
+
+
+def test_the_preset_says_why_it_was_chosen() -> None:
+    """Nothing falls back silently."""
+    config, why = parse_config([])
+    if not run_gsm8k.has_gpu():
+        assert config.preset == "pocket" and "no GPU was found; choose another with --preset" in why
+    assert parse_config(["--preset", "gsm8k"])[0].dtype == "bfloat16"
+    assert parse_config(["--preset", "gsm8k", "--dtype", "float32"])[0].dtype == "float32", "a flag goes before a preset"
+
+
+# ---- The pocket policy -----------------------------------------------------------------------------------------------
+
+
+def test_the_pocket_policy_is_small_and_stock() -> None:
+    """At most 2 MB of weights, a stock architecture, a chat template, EOS and a pad of its own."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert (POCKET / "model.safetensors").stat().st_size <= 2_000_000
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(POCKET), AutoTokenizer.from_pretrained(POCKET)
+    assert type(model).__name__ == "LlamaForCausalLM" and 500_000 < model.num_parameters() < 1_500_000
+    assert tokenizer.chat_template and tokenizer.eos_token_id is not None
+    assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
+    text = "Zoë has 1,234 ▢ ünusual 数 things.\n#### 42"
+    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
+
+
+# ---- The command -----------------------------------------------------------------------------------------------------
+
+SMALL = ["--preset", "pocket", "--steps", "3", "--batch-size", "3", "--group-size", "4", "--eval-problems", "16"]
+SMALL += ["--response-length", "96", "--save-every", "1", "--keep", "3"]
+
+
+def command(*argv: str, **kwargs: Any) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "run_gsm8k.py"), *SMALL, *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **kwargs,
+    )
+
+
+def metrics_of(folder: Path) -> list[dict[str, float]]:
+    """metrics.jsonl, times aside."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if not key.startswith("time/")} for row in rows]
+
+
+def test_a_run_trains_says_so_and_is_repeated_to_the_bit_after_a_kill(tmp_path: Path) -> None:
+    """One-step-off on real Ray and vLLM: staleness 0, 1, 1; all files; and a run killed -9 and resumed gives the same lines."""
+    whole = command("--out", str(tmp_path), "--name", "whole")
+    out, err = whole.communicate(timeout=240)
+    assert whole.returncode == 0, err
+    assert "preset pocket" in out and "held-out accuracy" in out and str(tmp_path / "whole") in out
+    rows = metrics_of(tmp_path / "whole")
+    assert [row["staleness/mean"] for row in rows] == [0, 1, 1] and [row["staleness/max"] for row in rows] == [0, 1, 1]
+    assert all(abs(row["sampler_ratio"] - 1) < 1e-3 for row in rows[:1]), "sampler and trainer compute the same probabilities"
+    for name in ("curve.png", "timeline.png", "timeline.json", "samples.jsonl", "config.json", "checkpoints/step_000002"):
+        assert (tmp_path / "whole" / name).exists(), name
+
+    killed = command("--out", str(tmp_path), "--name", "killed", start_new_session=True)
+    checkpoint = tmp_path / "killed" / "checkpoints" / "step_000001"
+    end = time.monotonic() + 240
+    while not checkpoint.exists():
+        assert time.monotonic() < end and killed.poll() is None, killed.communicate()
+        time.sleep(0.05)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.communicate()
+    resumed = command("--out", str(tmp_path), "--name", "killed", "--resume")
+    out, err = resumed.communicate(timeout=240)
+    assert resumed.returncode == 0, err
+    assert "resuming" in out
+    assert metrics_of(tmp_path / "killed") == rows
+
+
+def test_ctrl_c_ends_the_run_and_leaves_no_process(tmp_path: Path) -> None:
+    """Interrupted while it trains: status 130, one line, and every process of the run is gone."""
+    run = command(
+        "--out",
+        str(tmp_path),
+        "--name",
+        "cut",
+        "--steps",
+        "1000",
+        "--mode",
+        "sync",
+        env={**os.environ, "RUN_MARK": str(tmp_path)},
+    )
+    metrics = tmp_path / "cut" / "metrics.jsonl"
+    end = time.monotonic() + 240
+    while not metrics.exists():
+        assert time.monotonic() < end and run.poll() is None, run.communicate()
+        time.sleep(0.05)
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 130 and err.strip().splitlines()[-1] == "interrupted", err
+    end = time.monotonic() + 30
+    while left := processes_marked(str(tmp_path)):
+        assert time.monotonic() < end, left
+        time.sleep(0.1)
+
+
+def processes_marked(mark: str) -> list[str]:
+    """Command lines of the processes whose environment has RUN_MARK=mark: the run's and its children's."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"RUN_MARK={mark}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            pass
+    return found
+
+
+def test_the_docstring_examples_are_true() -> None:
+    """What the documentation shows is what the code does."""
+    result = doctest.testmod(run_gsm8k)
+    assert result.attempted and not result.failed

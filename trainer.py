@@ -1,0 +1,876 @@
+"""GRPO, and three loops around it: when to generate, when to train, when to move the weights.
+
+    fit_sync          sync 0 | gen 0 | train 0 | sync 1 | gen 1 | train 1 | ...
+    fit_one_step_off  sync 0 | gen 0 | gen 1   | sync 1 | gen 2   | sync 2 | gen 3   | ...
+                                     | train 0 |        | train 1 |        | train 2 |
+    fit_partial       sync 0 | gen ----------x sync 1 | gen ----------x sync 2 | gen ---- ...
+                             |     | train 0 |        |   | train 1 |          (x: cut midway, resumed after the sync)
+
+A step, from rollouts to new weights:
+    1. group advantages: each response's reward against the other responses to the same prompt
+    2. micro-batches: sequences sorted by length, padded among their like, at most `micro_batch_tokens` tokens each
+    3. log-probabilities of the response tokens, and of nothing else
+    4. PPO's clipped loss, against the log-probabilities the tokens were *sampled* with (a stale batch needs them)
+    5. sum of the gradients, divided once by what the whole batch holds, so that its cut into micro-batches changes nothing
+    6. clip, check that all is finite, step
+
+Why a stale batch needs the sampler's log-probabilities: in `ratio = exp(log_probs - old_log_probs)` the denominator says who
+chose the tokens. Recomputed with the newest weights it would be the numerator itself: the ratio would be 1, the clip would
+never act, and the batch would pass for fresh.
+
+Left out, and where verl does it (commit b178a3c):
+    1. critics, GAE, other estimators       verl/trainer/ppo/core_algos.py
+    2. Megatron, sequence parallelism       verl/workers/
+    3. resharding between engines           verl/workers/sharding_manager/
+
+Needs: torch, safetensors (transformers inside load_policy).   Used by: run_gsm8k.py.
+Run: python trainer.py  (a toy policy learns to count, synchronously and one step off)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save, save_file
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+# ---- 1. Advantages ---------------------------------------------------------------------------------------------------
+
+
+def compute_grpo_advantages(
+    rewards: Sequence[float] | np.ndarray,
+    groups: Sequence[Any] | np.ndarray,
+    *,
+    normalize_by_std: bool = True,
+    group_size: int | None = None,
+    epsilon: float = 1e-6,
+) -> np.ndarray:
+    """Each reward minus its group's mean, over the group's standard deviation (GRPO, arXiv 2402.03300, eq. 3).
+
+    `rewards` (n,) and `groups` (n,), any hashable label: responses to one prompt share it. Returns (n,) float64.
+    `normalize_by_std=False` leaves the division out (Dr. GRPO, arXiv 2503.20783). The deviation is that of a sample
+    (n - 1), as in verl and TRL. A group whose rewards are all equal gets exactly 0, not rounding noise over epsilon.
+    Raises ValueError for a group of one, and for one that has not `group_size` members, if that is given.
+
+    >>> compute_grpo_advantages([1, 0, 5, 5], ["a", "a", "b", "b"], normalize_by_std=False).tolist()
+    [0.5, -0.5, 0.0, 0.0]
+    """
+    rewards = np.asarray(rewards, np.float64)
+    members: dict[Any, list[int]] = {}
+    for i, label in enumerate(groups):
+        members.setdefault(label, []).append(i)
+    advantages = np.zeros_like(rewards)
+    for label, mine in members.items():
+        r = rewards[mine]
+        if len(r) == 1:
+            raise ValueError(f"group {label} has one response: its advantage over itself says nothing, use at least 2")
+        if group_size is not None and len(r) != group_size:
+            raise ValueError(f"group {label} has {len(r)} of {group_size} responses: score it when all are back")
+        if r.max() != r.min():  # true of nan as well, which is then seen in the loss; `>` would take it for equal rewards
+            advantages[mine] = (r - r.mean()) / (r.std(ddof=1) + epsilon if normalize_by_std else 1.0)
+    return advantages
+
+
+# ---- 2. Micro-batches ------------------------------------------------------------------------------------------------
+
+
+def micro_batches(lengths: Sequence[int] | np.ndarray, max_tokens: int) -> list[np.ndarray]:
+    """Row numbers of each micro-batch: sorted by length, at most `max_tokens` tokens after padding.
+
+    Sorting keeps the padding small, whatever the lengths. A sequence longer than `max_tokens` gets one of its own.
+
+    >>> [rows.tolist() for rows in micro_batches([10, 50, 12, 48], max_tokens=100)]
+    [[1, 3], [2, 0]]
+    """
+    order = np.argsort(-np.asarray(lengths), kind="stable")
+    batches: list[list[int]] = []
+    for i in order:
+        # The first row is the longest, so it sets the padded length.
+        if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= max_tokens:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    return [np.array(rows) for rows in batches]
+
+
+# ---- 3. Log-probabilities --------------------------------------------------------------------------------------------
+
+LOGITS_AT_ONCE = 2**24  # entries of one chunk of logits: 64 MB in float32
+
+
+def response_log_probs(
+    model: nn.Module, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], temperature: float = 1.0
+) -> Tensor:
+    """log_softmax(logits / temperature) at each response token, packed: (sum of response lengths,) float32, rows in order.
+
+    `prompts` and `responses` are B rows of token ids; a prompt has at least one. Rows are padded on the right, where a causal
+    model cannot see the padding, so no mask is needed, and what pad is does not matter. The model body runs on all
+    tokens, its head on those alone that predict a response token.
+    """
+    device = next(model.parameters()).device
+    lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
+    input_ids = np.zeros((len(lengths), max(lengths)), np.int64)
+    predicts = np.zeros(input_ids.shape, bool)  # True where the *next* token is one of the response
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        if len(prompt) == 0:
+            raise ValueError("an empty prompt predicts nothing: the first response token would have no probability")
+        input_ids[row, : len(prompt)] = prompt
+        input_ids[row, len(prompt) : lengths[row]] = response
+        predicts[row, len(prompt) - 1 : lengths[row] - 1] = True
+    if not predicts.any():
+        return torch.zeros(0, device=device)
+    targets = torch.from_numpy(np.concatenate(responses).astype(np.int64)).to(device)
+    hidden = model.base_model(input_ids=torch.from_numpy(input_ids).to(device), use_cache=False).last_hidden_state
+    hidden = hidden[torch.from_numpy(predicts).to(device)]  # (N, hidden size)
+
+    head = model.get_output_embeddings()
+
+    def log_probs(hidden: Tensor, targets: Tensor) -> Tensor:
+        logits = head(hidden).float() / temperature  # (n, vocabulary)
+        return logits.gather(1, targets.unsqueeze(1)).squeeze(1) - logits.logsumexp(1)
+
+    rows = max(1, LOGITS_AT_ONCE // head.weight.shape[0])
+    if len(targets) <= rows:
+        return log_probs(hidden, targets)
+    # Tokens x vocabulary is the largest tensor of all. In chunks, each computed again in the backward pass, only one
+    # chunk of it exists at a time.
+    return torch.cat(
+        [checkpoint(log_probs, h, t, use_reentrant=False) for h, t in zip(hidden.split(rows), targets.split(rows), strict=True)]
+    )
+
+
+# ---- 4. The loss -----------------------------------------------------------------------------------------------------
+
+
+def policy_loss(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, clip_low: float = 0.2, clip_high: float = 0.2
+) -> tuple[Tensor, Tensor, Tensor]:
+    """PPO's clipped objective, negated, token by token (arXiv 1707.06347, eq. 7): (loss, ratio, clipped), each (N,).
+
+    max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)); with clip_high > clip_low it is DAPO's clip-higher. `clipped`
+    is True where the clip decides. Log-ratios are bounded to +-20 first, as in verl, so that the ratio stays finite.
+    """
+    ratio = (log_probs - old_log_probs).clamp(-20, 20).exp()
+    free = -advantages * ratio
+    bounded = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    return torch.maximum(free, bounded), ratio.detach(), (bounded > free).detach()
+
+
+def kl_k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """Schulman's k3 estimate of KL(policy || reference), token by token, never negative: exp(d) - d - 1, d = ref - policy."""
+    d = (ref_log_probs - log_probs).clamp(-20, 20)
+    return d.expm1() - d  # exp(d) - 1 near zero is all rounding, and may come out below d
+
+
+# ---- 5. and 6. The trainer: model, optimiser, one version number -----------------------------------------------------
+
+
+def load_policy(path: str, dtype: torch.dtype = torch.float32, gradient_checkpointing: bool = False) -> nn.Module:
+    """A Hugging Face causal language model from a folder or hub name. Code that comes with a model is never run."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
+    for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
+        if getattr(model.config, name, None) not in (None, 1, 1.0):
+            raise ValueError(f"{path} rescales its logits ({name}), which response_log_probs does not: choose another model")
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()  # dropout is zero in all current models; train() is what enables gradient checkpointing
+
+
+@dataclass
+class GRPOTrainer:
+    """What mutates in a run: the model, the optimiser, and `param_version`, which counts the updates.
+
+    learning_rate         AdamW, constant, no weight decay unless asked for
+    temperature           the one that was sampled with
+    clip_low, clip_high   the ratio may move to 1 - clip_low and 1 + clip_high before its gradient stops
+    importance            "bypass": the ratio's denominator is the sampler's log-probability, one forward pass. "decoupled":
+                          it is recomputed before the update, and the sampler's enters as a weight, truncated at `tis_cap`
+                          (truncated importance sampling; AReaL, arXiv 2505.24298, eq. 5). The two differ once a batch is
+                          cut into mini-batches, or when sampler and trainer compute differently
+    loss_aggregation      "token-mean": every token of the batch counts alike. "dr-grpo": sum over a response divided by
+                          the constant `response_length`, mean over responses
+    group_size            responses per prompt; a group that has fewer is refused
+    num_mini_batches      optimiser steps per batch
+    kl_coef, reference    weight of the KL to a reference model; with 0 there is no reference and nothing is computed
+    micro_batch_tokens    tokens after padding that go through the model at once: memory, not mathematics
+    """
+
+    model: nn.Module
+    learning_rate: float = 1e-6
+    temperature: float = 1.0
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    importance: Literal["bypass", "decoupled"] = "bypass"
+    tis_cap: float = 2.0
+    loss_aggregation: Literal["token-mean", "dr-grpo"] = "token-mean"
+    response_length: int = 1024
+    normalize_by_std: bool = True
+    group_size: int | None = None
+    num_mini_batches: int = 1
+    kl_coef: float = 0.0
+    reference: nn.Module | None = None
+    max_grad_norm: float = 1.0
+    micro_batch_tokens: int = 8192
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    param_version: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.kl_coef and self.reference is None:
+            raise ValueError(f"kl_coef={self.kl_coef} needs a reference model: pass one, or kl_coef=0")
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        # A step of 1e-6 is lost in bfloat16, which has 8 bits. So weights of less than float32 get a float32 twin, which is
+        # what the optimiser updates; for float32 the twin is the weight itself.
+        self.master = [p if p.dtype == torch.float32 else p.detach().float() for p in self.parameters]
+        self.optimizer = torch.optim.AdamW(
+            self.master, lr=self.learning_rate, betas=self.betas, weight_decay=self.weight_decay, fused=True
+        )
+
+    # -- one update
+
+    def update(self, rollouts: Any) -> dict[str, float]:
+        """Trains on one batch and returns its metrics; means are over response tokens unless the name says otherwise.
+
+        `rollouts` has the ragged columns prompt_ids, response_ids, response_mask, response_logprobs, span_versions and
+        span_lengths, and the arrays rewards, group and uid. Raises ValueError for incomplete groups, and FloatingPointError,
+        which names the step and the samples, for a loss or gradient that is not finite; no optimiser step is then made with it.
+        """
+        if len(rollouts) == 0:
+            raise ValueError("an empty batch has nothing to train on")
+        advantages = compute_grpo_advantages(
+            rollouts["rewards"],
+            rollouts["group"],
+            normalize_by_std=self.normalize_by_std,
+            group_size=self.group_size,
+        )
+        columns = ("prompt_ids", "response_ids", "response_mask", "response_logprobs")
+        rows = {name: rollouts[name].rows() for name in columns} | {"advantages": advantages}
+        lengths = rollouts["prompt_ids"].lengths + rollouts["response_ids"].lengths
+        mini = np.array_split(np.arange(len(rollouts)), min(self.num_mini_batches, len(rollouts)))
+
+        with torch.no_grad():
+            rows["ref_log_probs"] = self._all_log_probs(self.reference, rows, lengths) if self.kl_coef else None
+            # With one optimiser step the proximal policy is the current one: log_probs.detach() serves, and saves a pass.
+            recompute = self.importance == "decoupled" and len(mini) > 1
+            rows["old_log_probs"] = self._all_log_probs(self.model, rows, lengths) if recompute else None
+
+        sums: dict[str, float] = {}
+        grad_norms = []
+        for part in mini:
+            grad_norms.append(self._step(part, rows, lengths, sums, rollouts["uid"]))
+        self.param_version += 1
+
+        tokens = sums.pop("tokens")
+        metrics = {name: value / max(tokens, 1) for name, value in sums.items()}
+        return {"grad_norm": float(np.mean(grad_norms)), **metrics, **self._describe(rollouts, advantages)}
+
+    def _step(
+        self, part: np.ndarray, rows: dict[str, Any], lengths: np.ndarray, sums: dict[str, float], uids: np.ndarray
+    ) -> float:
+        """One optimiser step on the rows `part`; returns the gradient's norm before clipping."""
+        cuts = [part[cut] for cut in micro_batches(lengths[part], self.micro_batch_tokens)]
+        # The divisor is that of all of `part`, known before the first micro-batch. A mean per micro-batch, averaged, would
+        # weigh a token by the company it was packed with.
+        if self.loss_aggregation == "token-mean":
+            divisor = max(1, sum(int(rows["response_mask"][i].sum()) for i in part))
+        else:
+            divisor = len(part) * self.response_length
+        self.optimizer.zero_grad()
+        for cut in cuts:
+            per_token, figures = self._loss(cut, rows)
+            if per_token.numel() == 0:
+                continue
+            loss = per_token.sum() / divisor
+            if not torch.isfinite(loss):
+                owner = np.repeat(cut, [len(rows["response_ids"][i]) for i in cut])
+                bad = np.unique(owner[~torch.isfinite(per_token).cpu().numpy()])
+                raise FloatingPointError(f"step {self.param_version}: the loss of {_names(uids[bad])} is not finite")
+            loss.backward()
+            for master, p in self._twins():
+                # Summed in float32: in bfloat16 256 + 1 is 256, and the 257th of equal micro-batches would not count.
+                if p.grad is not None:
+                    master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
+                    p.grad = None
+            for name, value in {**figures, "policy_loss": per_token.detach().sum()}.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+        if not sums:
+            sums["tokens"] = 0.0
+        if all(p.grad is None for p in self.master):
+            return 0.0  # every response was empty
+        norm = nn.utils.get_total_norm([p.grad for p in self.master if p.grad is not None])
+        if not torch.isfinite(norm):
+            bad = self._blame(part, rows, uids)
+            raise FloatingPointError(f"step {self.param_version}: the gradient is not finite, from {bad}")
+        nn.utils.clip_grads_with_norm_(self.master, self.max_grad_norm, norm)
+        self.optimizer.step()
+        with torch.no_grad():
+            for master, p in self._twins():
+                p.copy_(master)
+        return float(norm)
+
+    def _twins(self) -> list[tuple[Tensor, nn.Parameter]]:
+        """The float32 twins and the weights that they are rounded to; none for a model in float32."""
+        return [(master, p) for master, p in zip(self.master, self.parameters, strict=True) if master is not p]
+
+    def _loss(self, cut: np.ndarray, rows: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of each response token of a micro-batch, (N,), and the sums of its metrics."""
+        prompts, responses = [rows["prompt_ids"][i] for i in cut], [rows["response_ids"][i] for i in cut]
+        log_probs = response_log_probs(self.model, prompts, responses, self.temperature)
+
+        def flat(values: Sequence[np.ndarray]) -> Tensor:
+            return torch.from_numpy(np.concatenate(values).astype(np.float32)).to(log_probs.device)
+
+        mask = flat([rows["response_mask"][i] for i in cut])
+        # A masked token was not sampled, and what stands there may be nan. 0 * nan is nan, in a backward pass too, so it goes
+        # before anything is computed with it.
+        sampled = torch.where(mask > 0, flat([rows["response_logprobs"][i] for i in cut]), log_probs.detach())
+        advantages = flat([np.full(len(rows["response_ids"][i]), rows["advantages"][i]) for i in cut])
+        old = sampled
+        if self.importance == "decoupled":
+            stored = rows["old_log_probs"]
+            old = log_probs.detach() if stored is None else flat([stored[i] for i in cut])
+        per_token, _, clipped = policy_loss(log_probs, old, advantages, clip_low=self.clip_low, clip_high=self.clip_high)
+        if self.importance == "decoupled":
+            per_token = per_token * (old - sampled).clamp(-20, 20).exp().clamp(max=self.tis_cap)
+        figures = {}
+        if self.kl_coef:
+            kl = kl_k3(log_probs, flat([rows["ref_log_probs"][i] for i in cut]))
+            per_token = per_token + self.kl_coef * kl
+            figures["ref_kl"] = (kl.detach() * mask).sum()
+        off = (log_probs.detach() - sampled) * mask  # how far the policy has moved from who sampled
+        figures |= {
+            "tokens": mask.sum(),
+            "clip_frac": (clipped * mask).sum(),
+            "approx_kl": (kl_k3(old, log_probs.detach()) * mask).sum(),
+            "abs_log_ratio": off.abs().sum(),
+            "sampler_ratio": (off.clamp(-20, 20).exp() * mask).sum(),
+        }
+        return per_token * mask, figures
+
+    def _all_log_probs(self, model: nn.Module, rows: dict[str, Any], lengths: np.ndarray) -> list[np.ndarray]:
+        """The log-probabilities of all rows under `model`, row by row; no gradient."""
+        result: list[np.ndarray] = [np.zeros(0)] * len(lengths)
+        for cut in micro_batches(lengths, self.micro_batch_tokens):
+            prompts, responses = [rows["prompt_ids"][i] for i in cut], [rows["response_ids"][i] for i in cut]
+            values = response_log_probs(model, prompts, responses, self.temperature).cpu().numpy()
+            ends = np.cumsum([len(r) for r in responses])[:-1]
+            for i, row in zip(cut, np.split(values, ends), strict=True):
+                result[i] = row
+        return result
+
+    def _blame(self, part: np.ndarray, rows: dict[str, Any], uids: np.ndarray) -> str:
+        """The samples whose own gradient is not finite, or all where only their sum is not."""
+        bad = []
+        for i in part:
+            per_token, _ = self._loss(np.array([i]), rows)
+            grads = torch.autograd.grad(per_token.sum(), self.parameters, allow_unused=True) if per_token.numel() else ()
+            if not all(torch.isfinite(g).all() for g in grads if g is not None):
+                bad.append(i)
+        return _names(uids[bad or part])
+
+    def _describe(self, rollouts: Any, advantages: np.ndarray) -> dict[str, float]:
+        """Metrics of the batch itself; staleness is in versions, over tokens."""
+        lengths = rollouts["response_ids"].lengths
+        groups = np.asarray(rollouts["group"])
+        spread = [np.any(advantages[groups == group] != 0) for group in np.unique(groups)]
+        trained_from = self.param_version - 1
+        staleness = trained_from - rollouts["span_versions"].values
+        n = rollouts["span_lengths"].values
+        return {
+            "reward": float(np.mean(rollouts["rewards"])),
+            "response_length/mean": float(lengths.mean()),
+            "response_length/max": int(lengths.max()),
+            "staleness/mean": float(np.average(staleness, weights=n)) if n.sum() else 0.0,
+            "staleness/max": int(staleness.max(initial=0)),
+            "partial_fraction": float(np.mean(rollouts["span_lengths"].lengths > 1)),
+            "zero_spread_groups": 1 - float(np.mean(spread)),
+        }
+
+    # -- weights out
+
+    def weights(self) -> bytes:
+        """All weights as the bytes of a safetensors file; tied ones once, as vLLM and transformers want them."""
+        return save(_untied(self.model))
+
+
+def _names(uids: np.ndarray) -> str:
+    shown = ", ".join(str(uid) for uid in uids[:4])
+    return f"sample{'s' if len(uids) > 1 else ''} {shown}{' ...' if len(uids) > 4 else ''}"
+
+
+def _untied(model: nn.Module) -> dict[str, Tensor]:
+    seen: set[int] = set()
+    state = {}
+    for name, tensor in model.state_dict().items():
+        if tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            state[name] = tensor.detach().contiguous()
+    return state
+
+
+# ---- The loops -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Timeline:
+    """Who worked when: spans (lane, name, start, end, param_version), in seconds since the run began."""
+
+    spans: list[tuple[str, str, float, float, int]] = field(default_factory=list)
+    zero: float = field(default_factory=time.perf_counter)
+
+    @contextmanager
+    def span(self, lane: str, name: str, param_version: int) -> Iterator[None]:
+        """Records the time that the block takes."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(lane, name, start, time.perf_counter(), param_version)
+
+    def add(self, lane: str, name: str, start: float, end: float, param_version: int) -> None:
+        """Records a span between two readings of time.perf_counter."""
+        self.spans.append((lane, name, start - self.zero, end - self.zero, param_version))
+
+    def save(self, path: Path) -> None:
+        """Writes the Trace Event Format, which Perfetto and chrome://tracing open; times in microseconds."""
+        lanes = {lane: i for i, lane in enumerate(sorted({span[0] for span in self.spans}))}
+        events: list[dict[str, Any]] = [
+            {"ph": "M", "name": "thread_name", "pid": 0, "tid": i, "args": {"name": lane}} for lane, i in lanes.items()
+        ]
+        for lane, name, start, end, version in self.spans:
+            event = {"ph": "X", "name": name, "cat": lane, "pid": 0, "tid": lanes[lane], "args": {"param_version": version}}
+            events.append(event | {"ts": start * 1e6, "dur": (end - start) * 1e6})
+        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+@dataclass
+class Parts:
+    """What a loop is made of. The loops decide when each is called, and nothing else.
+
+    generate(t)          starts generating batch t *now* and returns an awaitable of its rollouts
+    score(rollouts)      the same rollouts with a column `rewards` (n,)
+    sync()               puts the trainer's weights and param_version into every server
+    trainer              its `update(rollouts)` blocks, so it gets a thread
+    steps, first_step    batches first_step .. steps - 1 are trained
+    first_rollouts       those of batch `first_step`, where a checkpoint brought them
+    checkpoint(t, rollouts)   called when nothing is in flight and batch t waits to be trained
+    evaluate(t)          called when nothing is in flight and the servers have the weights that batch t will change; returns
+                         metrics
+    log(t, metrics, rollouts)   called after each update
+
+    fit_partial has rollouts in flight all the time, so in place of `generate` it needs
+    group(number)        the prompts of one group, as a batch; numbers count from 0 over the whole run
+    generate_groups(groups)     starts them all *now*, each fresh or from where it was cut; an awaitable for each
+    concat(groups)       one batch out of several
+    cancel(), resume()   the servers end what they have in flight and take nothing more; they take requests again
+    """
+
+    score: Callable[[Any], Any]
+    sync: Callable[[], Awaitable[None]]
+    trainer: GRPOTrainer
+    steps: int
+    generate: Callable[[int], Awaitable[Any]] | None = None
+    group: Callable[[int], Any] | None = None
+    generate_groups: Callable[[list[Any]], list[Awaitable[Any]]] | None = None
+    concat: Callable[[list[Any]], Any] | None = None
+    cancel: Callable[[], Awaitable[None]] | None = None
+    resume: Callable[[], Awaitable[None]] | None = None
+    first_step: int = 0
+    first_rollouts: Any = None
+    checkpoint: Callable[[int, Any], None] = lambda t, rollouts: None
+    evaluate: Callable[[int], Awaitable[dict[str, float]]] | None = None
+    log: Callable[[int, dict[str, float], Any], None] = lambda t, metrics, rollouts: None
+    timeline: Timeline = field(default_factory=Timeline)
+
+    def __post_init__(self) -> None:
+        # One thread for training, not one of asyncio's pool: whoever waits there must not hold up an update.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
+
+    async def timed_sync(self) -> float:
+        """Syncs; returns the seconds it took."""
+        start = time.perf_counter()
+        with self.timeline.span("sync", f"sync {self.trainer.param_version}", self.trainer.param_version):
+            await self.sync()
+        return time.perf_counter() - start
+
+    async def train(self, t: int, rollouts: Any) -> tuple[dict[str, float], Any, float]:
+        """Scores and trains in the thread: (metrics, scored rollouts, seconds)."""
+
+        def work() -> tuple[dict[str, float], Any]:
+            scored = self.score(rollouts)
+            return self.trainer.update(scored), scored
+
+        start = time.perf_counter()
+        with self.timeline.span("trainer", f"train {t}", self.trainer.param_version):
+            metrics, scored = await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return metrics, scored, time.perf_counter() - start
+
+    async def evaluated(self, t: int) -> dict[str, float]:
+        """The metrics of `evaluate`, or none."""
+        return await self.evaluate(t) if self.evaluate else {}
+
+
+async def fit_sync(parts: Parts) -> None:
+    """Generate, train, sync. Every batch is trained by the very weights that sampled it: the baseline, and the truth."""
+    rollouts = parts.first_rollouts
+    for t in range(parts.first_step, parts.steps):
+        start = time.perf_counter()
+        sync_s = await parts.timed_sync()
+        evaluation = await parts.evaluated(t)
+        waiting = time.perf_counter()
+        if rollouts is None:
+            rollouts = await parts.generate(t)
+        wait_s = time.perf_counter() - waiting
+        parts.checkpoint(t, rollouts)
+        metrics, scored, train_s = await parts.train(t, rollouts)
+        times = step_times(rollouts.meta_info["timing"]["generate_s"], wait_s, train_s, sync_s, time.perf_counter() - start)
+        parts.log(t, metrics | evaluation | times, scored)
+        rollouts = None
+
+
+async def fit_one_step_off(parts: Parts) -> None:
+    """Train on batch t while batch t+1 is generated. Batch 0 is fresh, each later one exactly one version old."""
+    if parts.first_step >= parts.steps:
+        return
+    sync_s = await parts.timed_sync()
+    pending = None if parts.first_rollouts is not None else parts.generate(parts.first_step)
+    try:
+        for t in range(parts.first_step, parts.steps):
+            start = time.perf_counter()
+            rollouts = parts.first_rollouts if pending is None else await pending
+            wait_s = time.perf_counter() - start
+            pending = None
+
+            # Nothing is in flight: the one moment to save, and to change the weights.
+            parts.checkpoint(t, rollouts)
+            sync_s = await parts.timed_sync() if t > parts.first_step else sync_s
+            evaluation = await parts.evaluated(t)
+            if t + 1 < parts.steps:
+                pending = parts.generate(t + 1)  # under way before the next line runs
+
+            metrics, scored, train_s = await parts.train(t, rollouts)
+            times = step_times(rollouts.meta_info["timing"]["generate_s"], wait_s, train_s, sync_s, time.perf_counter() - start)
+            parts.log(t, metrics | evaluation | times, scored)
+    finally:
+        if pending is not None:
+            pending.cancel()  # training failed: the batch in flight has no one to wait for it, nor to look at its own error
+            await asyncio.gather(pending, return_exceptions=True)
+
+
+class GroupPool:
+    """The bookkeeping of fully asynchronous training: which prompts may start, which groups may be trained. No I/O.
+
+    A group is the responses to one prompt, as one batch. It is admitted at some version of the weights, comes back finished
+    or cut, and is trained exactly once, whole, and at most `max_staleness` versions after its admission.
+
+    Admission (AReaL, arXiv 2505.24298, eq. 3): at version v at most (v + max_staleness + 1) x batch_size groups have ever been
+    admitted. So those admitted at v fit into the batches v ... v + max_staleness. That alone does not keep the promise: fast
+    groups that overtake could leave more old ones behind than one batch holds. Hence `take`: oldest first among the
+    finished, and no batch at all while it would lack one that can wait no longer.
+    """
+
+    def __init__(self, batch_size: int, max_staleness: int, total: int, admitted: int = 0) -> None:
+        self.batch_size, self.max_staleness, self.total = batch_size, max_staleness, total
+        self.admitted = admitted  # how many groups so far: also the number of the next one
+        self.admitted_at: dict[int, int] = {}  # groups that are not trained yet: number -> version
+        self.finished: dict[int, Any] = {}
+        self.cut: dict[int, Any] = {}
+
+    def admit(self, version: int) -> list[int]:
+        """Numbers of the groups that may start at `version`."""
+        allowed = min(self.total, (version + self.max_staleness + 1) * self.batch_size)
+        new = list(range(self.admitted, allowed))
+        self.admitted = max(self.admitted, allowed)
+        self.admitted_at |= dict.fromkeys(new, version)
+        return new
+
+    def put(self, number: int, group: Any) -> None:
+        """Takes back a group. One with a cancelled response is not complete: it waits to be resumed. Raises ValueError for a
+        group that is not out."""
+        if number not in self.admitted_at or number in self.finished or number in self.cut:
+            raise ValueError(f"group {number} came back, but it is not out")
+        complete = not np.any(group["stop_reason"] == "abort")
+        (self.finished if complete else self.cut)[number] = group
+
+    def resumable(self) -> dict[int, Any]:
+        """Hands out the groups that were cut, in order of admission."""
+        groups, self.cut = dict(sorted(self.cut.items())), {}
+        return groups
+
+    def take(self, version: int) -> dict[int, Any] | None:
+        """The batch to train at `version`: number -> group, oldest first. None while it has to wait."""
+        chosen = sorted(self.finished)[: self.batch_size]
+        if len(chosen) < self.batch_size:
+            return None
+        for age in range(self.max_staleness + 1):
+            # Groups of this age or older, trained or not now, must fit into the batches that are left to them.
+            oldest = version - self.max_staleness + age
+            due = sum(at <= oldest for at in self.admitted_at.values()) - age * self.batch_size
+            if sum(self.admitted_at[number] <= oldest for number in chosen) < due:
+                return None
+        for number in chosen:
+            del self.admitted_at[number]
+        return {number: self.finished.pop(number) for number in chosen}
+
+
+async def fit_partial(parts: Parts, *, batch_size: int, max_staleness: int) -> None:
+    """Fully asynchronous: rollouts never wait for training, and training only for the first complete groups.
+
+        rollouts | gen v0 .............x gen v1 ................x gen v2 ......
+        trainer  | (waits) | train v0 | | (waits) | train v1 | |
+                                      ^ sync: all in flight is cut, weights change, all of it resumes
+
+    With max_staleness=0 nothing may run ahead, and it trains what `fit_sync` trains, to the bit.
+    """
+    pool = GroupPool(batch_size, max_staleness, total=parts.steps * batch_size)
+    in_flight: dict[Any, int] = {}
+
+    def dispatch(started: float) -> None:
+        groups = pool.resumable()
+        groups |= {number: parts.group(number) for number in pool.admit(parts.trainer.param_version)}
+        in_flight.update(zip(parts.generate_groups(list(groups.values())), groups, strict=True))
+
+    sync_s = await parts.timed_sync()
+    wave = time.perf_counter()
+    dispatch(wave)
+    try:
+        for t in range(parts.steps):
+            start = time.perf_counter()
+            version = parts.trainer.param_version
+            while (taken := pool.take(version)) is None:
+                done, _ = await asyncio.wait(in_flight, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    pool.put(in_flight.pop(task), task.result())
+            wait_s = time.perf_counter() - start
+            rollouts = parts.concat(list(taken.values()))
+            metrics, scored, train_s = await parts.train(t, rollouts)
+
+            syncing = time.perf_counter()
+            await parts.cancel()
+            for task, number in list(in_flight.items()):  # all of them come back: finished, or with the tokens they have
+                pool.put(number, await task)
+                del in_flight[task]
+            parts.timeline.add("rollouts", f"generate at {version}", wave, time.perf_counter(), version)
+            await parts.sync()
+            await parts.resume()
+            parts.timeline.add("sync", f"sync {version + 1}", syncing, time.perf_counter(), version + 1)
+            evaluation = await parts.evaluated(t + 1)
+            wave = time.perf_counter()
+            dispatch(wave)
+
+            step_s = time.perf_counter() - start
+            times = step_times(step_s - sync_s, wait_s, train_s, sync_s, step_s)
+            sync_s = wave - syncing
+            parts.log(t, metrics | evaluation | times, scored)
+    finally:
+        for task in in_flight:
+            task.cancel()
+        await asyncio.gather(*in_flight, return_exceptions=True)
+
+
+def step_times(generate_s: float, wait_s: float, train_s: float, sync_s: float, step_s: float) -> dict[str, float]:
+    """Seconds of one step. Overlap efficiency is max(generate, train) / step: 1 where the longer hides the shorter whole.
+
+    Overlap cannot win more: a step lasts at least as long as the longer of its two halves.
+    """
+    return {
+        "time/generate_s": generate_s,
+        "time/wait_s": wait_s,
+        "time/train_s": train_s,
+        "time/sync_s": sync_s,
+        "time/step_s": step_s,
+        "time/overlap_efficiency": max(generate_s, train_s) / step_s,
+    }
+
+
+# ---- Checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(
+    root: Path, step: int, trainer: GRPOTrainer, rollouts: Any, *, keep: int = 2, tokenizer: Any = None
+) -> Path:
+    """Writes root/step_NNNNNN: all that a run needs to go on with batch `step` as if it had never stopped.
+
+    Weights (with config and tokenizer: the folder is a model like any other), optimiser, versions, random state, and the
+    rollouts that wait to be trained. Everything is written aside, synced to disk and renamed in one piece, so a folder with
+    that name is complete. `state.json` holds the SHA-256 of each file. Older checkpoints beyond `keep` are removed last.
+    """
+    final = root / f"step_{step:06d}"
+    aside = root / f".writing_{step:06d}"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        trainer.model.save_pretrained(aside)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(aside)
+        tensors = {"rng": torch.get_rng_state()}
+        for i, master in enumerate(trainer.master):
+            if trainer.parameters[i] is not master:
+                tensors[f"{i}.master"] = master
+            for name, value in trainer.optimizer.state.get(master, {}).items():
+                tensors[f"{i}.{name}"] = value
+        save_file(tensors, aside / "optimizer.safetensors")
+        rollouts.save(aside / "rollouts.npz")
+        files = {path.name: _sha256(path) for path in sorted(aside.iterdir())}
+        state = {"step": step, "param_version": trainer.param_version, "files": files}
+        (aside / "state.json").write_text(json.dumps(state, indent=1))
+        for path in (*aside.iterdir(), aside):
+            _fsync(path)
+        shutil.rmtree(final, ignore_errors=True)  # one that was harmed, and skipped when the run was resumed
+        aside.rename(final)
+        _fsync(root)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    # Later ones were harmed, or the run would have resumed there. They must not push out those that are whole.
+    for old in sorted(path for path in root.glob("step_*") if path <= final)[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def newest_checkpoint(root: Path, report: Callable[[str], None] = print) -> Path | None:
+    """The newest checkpoint under `root` whose files are all there and unharmed; `report` gets a line for each one skipped."""
+    for path in sorted(root.glob("step_*"), reverse=True):
+        try:
+            for name, expected in json.loads((path / "state.json").read_text())["files"].items():
+                if _sha256(path / name) != expected:
+                    raise ValueError(f"{name} differs from its checksum")
+            return path
+        except (OSError, ValueError, KeyError) as error:
+            report(f"checkpoint {path} is incomplete ({error}): skipped")
+    return None
+
+
+def load_checkpoint(path: Path, trainer: GRPOTrainer) -> int:
+    """Puts optimiser, version and random state of a checkpoint into `trainer`; returns the step that comes next.
+
+    The model's own weights are loaded with `load_policy(path)`, before the trainer is made.
+    """
+    state = json.loads((path / "state.json").read_text())
+    tensors = load_file(path / "optimizer.safetensors")
+    torch.set_rng_state(tensors.pop("rng"))
+    for key, value in tensors.items():
+        i, name = key.split(".")
+        master = trainer.master[int(i)]
+        if name == "master":
+            master.data.copy_(value)
+        else:
+            trainer.optimizer.state[master][name] = value.to(master.device)
+    trainer.param_version = state["param_version"]
+    return state["step"]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# ---- See it: a policy that learns one token, synchronously and one step off ------------------------------------------
+
+
+async def _demo(steps: int = 30) -> None:
+    from types import SimpleNamespace
+
+    class Column:  # the ragged column that the trainer reads, at its smallest
+        def __init__(self, rows: list[list], dtype: Any) -> None:
+            self._rows = [np.array(row, dtype) for row in rows]
+            self.lengths = np.array([len(row) for row in rows])
+            self.values = np.concatenate(self._rows)
+
+        def rows(self) -> list[np.ndarray]:
+            return self._rows
+
+    class Batch(dict):
+        def __len__(self) -> int:
+            return len(self["uid"])
+
+    class Bigram(nn.Module):  # a language model of one table
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(8, 8), nn.Linear(8, 8, bias=False)
+
+        @property
+        def base_model(self) -> Callable:
+            return lambda input_ids, use_cache: SimpleNamespace(last_hidden_state=self.embed(input_ids))
+
+        def get_output_embeddings(self) -> nn.Module:
+            return self.head
+
+    async def show(loop: Callable) -> None:
+        torch.manual_seed(0)
+        trainer = GRPOTrainer(Bigram(), learning_rate=0.1)
+        sampler = {"weights": None, "version": 0}
+        history: list[dict[str, float]] = []
+
+        def sample(t: int, seconds: float = 0.02) -> Batch:
+            start = time.perf_counter()
+            state, version = sampler["weights"], sampler["version"]
+            time.sleep(seconds)
+            logits = (state["embed.weight"] @ state["head.weight"].T)[0]
+            log_probs = logits.log_softmax(0)
+            draws = torch.multinomial(log_probs.exp(), 16, replacement=True).tolist()
+            batch = Batch(
+                uid=np.arange(16),
+                group=np.arange(16) // 8,
+                rewards=np.array([token == 3 for token in draws], float),
+                prompt_ids=Column([[0]] * 16, np.int64),
+                response_ids=Column([[token] for token in draws], np.int64),
+                response_mask=Column([[1]] * 16, np.int8),
+                response_logprobs=Column([[float(log_probs[token])] for token in draws], np.float32),
+                span_versions=Column([[version]] * 16, np.int64),
+                span_lengths=Column([[1]] * 16, np.int64),
+            )
+            batch.meta_info = {"timing": {"generate_s": time.perf_counter() - start}}
+            return batch
+
+        async def sync() -> None:
+            sampler["weights"] = {name: w.clone() for name, w in trainer.model.state_dict().items()}
+            sampler["version"] = trainer.param_version
+
+        await loop(
+            Parts(
+                generate=lambda t: asyncio.ensure_future(asyncio.to_thread(sample, t)),
+                score=lambda rollouts: rollouts,
+                sync=sync,
+                trainer=trainer,
+                steps=steps,
+                log=lambda t, metrics, rollouts: history.append(metrics),
+            )
+        )
+        last = history[-1]
+        log_ratio, clipped = (np.mean([row[name] for row in history]) for name in ("abs_log_ratio", "clip_frac"))
+        print(
+            f"{loop.__name__:17} reward {history[0]['reward']:.2f} -> {last['reward']:.2f}, "
+            f"staleness {last['staleness/mean']:.0f}, mean |log ratio| {log_ratio:.4f}, clipped {clipped:.3f}"
+        )
+
+    for loop in (fit_sync, fit_one_step_off):
+        await show(loop)
+
+
+if __name__ == "__main__":
+    asyncio.run(_demo())
