@@ -687,7 +687,7 @@ class Run:
         self.first_step, self.first_rollouts = 0, None
         if self.resume_from:
             self.first_step = load_checkpoint(self.resume_from, self.trainer)
-            self.first_rollouts = RolloutBatch.load(self.resume_from / "rollouts.npz")
+            self.first_rollouts = RolloutBatch.load(self.resume_from / "trainer" / "rollouts.npz")
         self.timeline = Timeline()
         devices = ray.get([server.ready.remote() for server in self.servers])
         ray.get([worker.ready.remote() for worker in workers])

@@ -714,7 +714,8 @@ def save_checkpoint(
     final = root / f"step_{step:06d}"
     aside = root / f".writing_{step:06d}"
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    ours = aside / "trainer"  # a folder of its own: vLLM takes every .safetensors beside config.json for weights
+    ours.mkdir(parents=True)
     try:
         trainer.model.save_pretrained(aside)
         if tokenizer is not None:
@@ -725,12 +726,12 @@ def save_checkpoint(
                 tensors[f"{i}.master"] = master
             for name, value in trainer.optimizer.state.get(master, {}).items():
                 tensors[f"{i}.{name}"] = value
-        save_file(tensors, aside / "optimizer.safetensors")
-        rollouts.save(aside / "rollouts.npz")
-        files = {path.name: _sha256(path) for path in sorted(aside.iterdir())}
+        save_file(tensors, ours / "optimizer.safetensors")
+        rollouts.save(ours / "rollouts.npz")
+        files = {str(path.relative_to(aside)): _sha256(path) for path in sorted(aside.rglob("*")) if path.is_file()}
         state = {"step": step, "param_version": trainer.param_version, "files": files}
         (aside / "state.json").write_text(json.dumps(state, indent=1))
-        for path in (*aside.iterdir(), aside):
+        for path in (*aside.rglob("*"), aside):
             _fsync(path)
         shutil.rmtree(final, ignore_errors=True)  # one that was harmed, and skipped when the run was resumed
         aside.rename(final)
@@ -763,7 +764,7 @@ def load_checkpoint(path: Path, trainer: GRPOTrainer) -> int:
     The model's own weights are loaded with `load_policy(path)`, before the trainer is made.
     """
     state = json.loads((path / "state.json").read_text())
-    tensors = load_file(path / "optimizer.safetensors")
+    tensors = load_file(path / "trainer" / "optimizer.safetensors")
     torch.set_rng_state(tensors.pop("rng"))
     for key, value in tensors.items():
         i, name = key.split(".")
