@@ -453,8 +453,8 @@ class VLLMServer:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if engine_args.get("tensor_parallel_size", 1) == 1 else "1"
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # what WorkerExtension reaches into
         os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        self.cores = cores
         if cores is not None:
-            os.sched_setaffinity(0, cores)
             os.environ["OMP_NUM_THREADS"] = str(len(cores))
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -482,6 +482,9 @@ class VLLMServer:
         """Answers once requests can be served: pid, cores and threads of the engine's process."""
         await self._install_sampler()
         await self.engine.collective_rpc("die_with_parent")
+        if self.cores is not None:  # only now: while everything is being imported, any core will do
+            pin_process(self.cores)
+            await self.engine.collective_rpc("pin", args=(list(self.cores),))
         return (await self.engine.collective_rpc("describe"))[0]
 
     async def _install_sampler(self) -> None:
@@ -700,6 +703,10 @@ class WorkerExtension:
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
+    def pin(self, cores: Sequence[int]) -> None:
+        """Keeps this process on `cores`."""
+        pin_process(cores)
+
     def install_sampler(self) -> None:
         """Makes sampling split-invariant: the noise at a position is a function of (seed, absolute position) alone.
 
@@ -738,6 +745,12 @@ class WorkerExtension:
             from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
             dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+
+
+def pin_process(cores: Sequence[int]) -> None:
+    """Keeps every thread that this process has, and will have, on `cores`."""
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), cores)
 
 
 def uniform_noise(seeds: Any, positions: Any) -> Any:

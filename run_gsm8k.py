@@ -36,6 +36,7 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -67,7 +68,7 @@ class Config:
     data: str = knob("", "what", 'folder with train.jsonl and test.jsonl of GSM8K, or "pocket" for generated problems')
     mode: L["one-step-off", "sync", "partial"] = knob("one-step-off", "what", "which of the loops in trainer.py")
     seed: int = knob(0, "what", "of problems, sampling and everything else; the same seed gives the same run")
-    steps: int = knob(32, "what", "updates of the policy")
+    steps: int = knob(30, "what", "updates of the policy")
 
     batch_size: int = knob(16, "training", "prompts per step")
     group_size: int = knob(8, "training", "responses per prompt, at least 2")
@@ -88,11 +89,11 @@ class Config:
     max_staleness: int = knob(1, "rollouts", "partial mode: versions between a prompt's start and its training, at most")
     temperature: float = knob(1.0, "rollouts", "of sampling, above 0")
     response_length: int = knob(320, "rollouts", "most tokens of a response")
-    prompt_length: int = knob(0, "rollouts", "most tokens of a prompt; 0: that of the longest")
+    prompt_length: int = knob(512, "rollouts", "most tokens of a prompt")
     rollout_servers: int = knob(1, "rollouts", "vLLM engines")
     workers: int = knob(1, "rollouts", "Ray actors that run the agent loops")
     dtype: L["float32", "bfloat16"] = knob("float32", "rollouts", "of the weights, in training and rollouts")
-    max_num_seqs: int = knob(128, "rollouts", "sequences that an engine decodes at once")
+    max_num_seqs: int = knob(256, "rollouts", "sequences that an engine decodes at once")
     kv_cache_mb: int = knob(512, "rollouts", "key-value cache of an engine on a CPU, MiB")
     timeout_s: float = knob(1800.0, "rollouts", "a batch that takes longer ends the run, seconds")
 
@@ -102,7 +103,7 @@ class Config:
 
     out: str = knob("runs", "output", "folder of all runs")
     name: str = knob("", "output", "folder of this run in --out; default: date, time, preset and mode")
-    save_every: int = knob(10, "output", "steps between checkpoints; 0: only one, before the last step")
+    save_every: int = knob(10, "output", "steps between checkpoints; 0: only the final policy")
     keep: int = knob(2, "output", "checkpoints kept")
     resume: bool = knob(False, "output", "go on from the newest complete checkpoint of --name")
     build_pocket: bool = knob(False, "output", f"make {POCKET.name}/ again (about 40 minutes) and stop")
@@ -110,7 +111,7 @@ class Config:
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "pocket": {"model": str(POCKET), "data": "pocket"},
+    "pocket": {"model": str(POCKET), "data": "pocket", "prompt_length": 128},
     "gsm8k": {
         "model": "Qwen/Qwen2.5-0.5B-Instruct",
         "data": "gsm8k",
@@ -166,7 +167,7 @@ def check_config(config: Config) -> None:
     """Raises UsageError for a value that cannot work, with what would."""
     at_least = {
         "steps": 1, "batch_size": 1, "group_size": 2, "num_mini_batches": 1, "micro_batch_tokens": 1, "response_length": 1,
-        "prompt_length": 0, "rollout_servers": 1, "workers": 1, "max_num_seqs": 1, "kv_cache_mb": 16, "eval_problems": 0,
+        "prompt_length": 1, "rollout_servers": 1, "workers": 1, "max_num_seqs": 1, "kv_cache_mb": 16, "eval_problems": 0,
         "eval_every": 0, "save_every": 0, "keep": 1, "kl_coef": 0, "seed": 0,
         "max_staleness": 0,
     }  # fmt: skip
@@ -183,7 +184,9 @@ def check_config(config: Config) -> None:
 
 
 def has_gpu() -> bool:
-    """Whether torch sees a CUDA device."""
+    """Whether torch sees a CUDA device. It is asked only where there is something to see: importing it takes seconds."""
+    if not (list(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()):
+        return False
     import torch
 
     return torch.cuda.is_available()
@@ -548,14 +551,21 @@ def make_agent_loop(
     loop: str, model: str, servers: list[Any], cores: list[int] | None, eos_token_ids: list[int], lengths: dict[str, int]
 ) -> Any:
     """Called inside each AgentLoopWorker: an agent loop with its own tokenizer and its own view of the servers."""
-    if cores:
-        os.sched_setaffinity(0, cores)
     from transformers import AutoTokenizer
 
-    from partial_rollout import LLMServerManager, get_agent_loop
+    from partial_rollout import LLMServerManager, get_agent_loop, pin_process
 
     tokenizer = AutoTokenizer.from_pretrained(model)
+    if cores:
+        pin_process(cores)
     return get_agent_loop(loop)(LLMServerManager(servers), tokenizer, eos_token_ids=eos_token_ids, **lengths)
+
+
+def check_model_path(model: str) -> None:
+    """Raises UsageError for what can only be a path, and is not there."""
+    if not Path(model).is_dir() and (model.startswith(("/", ".", "~")) or model.count("/") > 1):
+        mend = "python run_gsm8k.py --build-pocket makes it" if model == str(POCKET) else "give a folder or a hub name"
+        raise UsageError(f"--model {model}: no such folder; {mend}")
 
 
 def load_tokenizer(model: str) -> tuple[Any, list[int]]:
@@ -568,9 +578,6 @@ def load_tokenizer(model: str) -> tuple[Any, list[int]]:
 
     if os.environ.get("TRANSFORMERS_VERBOSITY") == "error":
         transformers_logging.disable_progress_bar()
-    if not Path(model).is_dir() and (model.startswith(("/", ".", "~")) or model.count("/") > 1):
-        mend = "python run_gsm8k.py --build-pocket makes it" if model == str(POCKET) else "give a folder or a hub name"
-        raise UsageError(f"--model {model}: no such folder; {mend}")
     try:
         config, tokenizer = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
@@ -593,33 +600,78 @@ def _as_list(value: Any) -> list[int]:
     return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
 
 
+def start_ray(verbose: bool) -> None:
+    """A Ray of our own on this machine, reachable from nowhere else. Its processes inherit this one's environment."""
+    import ray
+
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: whatever else runs would go before the rollouts
+    ray.init(
+        num_cpus=os.cpu_count(),
+        include_dashboard=False,
+        log_to_driver=verbose,
+        logging_level="WARNING" if verbose else "ERROR",
+        object_store_memory=1 << 30,
+    )
+
+
+def model_lengths(model: str, config: Config) -> dict[str, int]:
+    """The limits in tokens. Raises UsageError where prompt and response do not fit in the model."""
+    total = config.prompt_length + config.response_length
+    file = Path(model) / "config.json"  # a model from the hub is checked by vLLM
+    limit = json.loads(file.read_text()).get("max_position_embeddings", total) if file.exists() else total
+    if total > limit:
+        raise UsageError(
+            f"--prompt-length {config.prompt_length} and --response-length {config.response_length} do not fit in the {limit} "
+            f"tokens of {model}: lower one of them"
+        )
+    return {"response_length": config.response_length, "max_model_len": total}
+
+
+def check_prompts(problems: PocketProblems | GSM8K, tokenizer: Any, config: Config) -> None:
+    """Raises UsageError for a prompt that is longer than --prompt-length. Looks at the test set and the first problems."""
+    for problem in [*problems.test(config.eval_problems), *problems.train(config.seed, 0, 200)]:
+        chat = [{"role": "user", "content": problem.question}]
+        n = len(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
+        if n > config.prompt_length:
+            raise UsageError(f"--prompt-length {config.prompt_length}: a prompt has {n} tokens; give at least that")
+
+
 class Run:
     """One run from start to summary. `start` brings everything up, `fit` trains, `close` takes everything down."""
 
     def __init__(self, config: Config) -> None:
-        """Everything that the user can get wrong is looked at here, before anything is started or written."""
-        from trainer import newest_checkpoint
-
+        """Looks at what can be looked at without a library that is slow to import. Raises UsageError."""
         self.config = config
         self.started = time.perf_counter()
         self.rows: list[dict[str, Any]] = []
         self.actors: list[Any] = []
         self.problems = load_problems(config.data)
+        check_model_path(config.model)
         name = config.name or time.strftime(f"%Y%m%d-%H%M%S-{config.preset}-{config.mode}")
         self.folder = Path(config.out) / name
+        if self.folder.exists() and not config.resume and any(self.folder.iterdir()):
+            raise UsageError(f"{self.folder} exists already: choose another --name, or go on with it by --resume")
         self.checkpoints = self.folder / "checkpoints"
-        self.resume_from = newest_checkpoint(self.checkpoints) if config.resume else None
+        self.resume_from = None
+        if config.resume:
+            from trainer import newest_checkpoint
+
+            self.resume_from = newest_checkpoint(self.checkpoints, say)
+        self.first_step = json.loads((self.resume_from / "state.json").read_text())["step"] if self.resume_from else 0
         self.source = str(self.resume_from or config.model)
+        self.lengths = model_lengths(self.source, config)
+
+    def _look_at_model(self) -> None:
         self.tokenizer, self.eos_token_ids = load_tokenizer(self.source)
-        self.lengths = self._lengths()
-        self.test_prompts = make_prompts(self.problems.test(config.eval_problems), "test", 1, config.seed, temperature=0)
-        self._make_folder()
+        check_prompts(self.problems, self.tokenizer, self.config)
+        test = self.problems.test(self.config.eval_problems)
+        self.test_prompts = make_prompts(test, "test", 1, self.config.seed, temperature=0)
 
     def _make_folder(self) -> None:
         config, folder = self.config, self.folder
         try:
-            if folder.exists() and not config.resume and any(folder.iterdir()):
-                raise UsageError(f"{folder} exists already: choose another --name, or go on with it by --resume")
             folder.mkdir(parents=True, exist_ok=True)
             saved = dataclasses.asdict(config) | {"resume": False}
             (folder / "config.json").write_text(json.dumps(saved, indent=1) + "\n")
@@ -629,25 +681,21 @@ class Run:
     # -- start
 
     def start(self) -> None:
-        """Servers and workers come up in their own processes while the policy is loaded in this one."""
+        """Everything that is slow to start, at the same time: Ray, the engines, the workers, and the policy in this process.
+
+        Raises UsageError where a look at the model, or at the prompts through its tokenizer, shows what cannot work; only
+        after that is anything written.
+        """
+        # Ray starts in this thread, since the kernel ends its processes with the thread that started them.
+        looking = ThreadPoolExecutor(1).submit(self._look_at_model)
+        start_ray(self.config.verbose)
         import ray
-        import torch
 
         from one_step_off import AgentLoopWorker, OneStepOffAgentLoopManager, RolloutBatch
         from partial_rollout import VLLMServer
-        from trainer import GRPOTrainer, Timeline, load_checkpoint, load_policy
 
-        config, source, lengths = self.config, self.source, self.lengths
-        gpu = torch.cuda.is_available()
+        config, source, gpu = self.config, self.source, has_gpu()
         trainer_cores, rollout_cores = (None, None) if gpu else split_cores()
-        ray.init(
-            num_cpus=os.cpu_count(),
-            include_dashboard=False,
-            log_to_driver=config.verbose,
-            logging_level="WARNING" if config.verbose else "ERROR",
-            object_store_memory=1 << 30,
-            runtime_env={"env_vars": {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}},
-        )
         device_args = {"gpu_memory_utilization": 0.5} if gpu else {"kv_cache_memory_bytes": config.kv_cache_mb << 20}
         server_actor = ray.remote(num_cpus=0, num_gpus=0, max_concurrency=4096)(VLLMServer)
         self.servers = [
@@ -657,7 +705,7 @@ class Run:
                 rank=rank,
                 cores=rollout_cores and [rollout_cores[rank % len(rollout_cores)]],
                 dtype=config.dtype,
-                max_model_len=lengths["max_model_len"],
+                max_model_len=self.lengths["max_model_len"],
                 max_num_seqs=config.max_num_seqs,
                 block_size=32,
                 enforce_eager=not gpu,
@@ -665,12 +713,12 @@ class Run:
             )
             for rank in range(config.rollout_servers)
         ]
-        loop = "partial_single_turn_agent" if config.mode == "partial" else "single_turn_agent"
-        make_loop = functools.partial(make_agent_loop, loop, source, self.servers, rollout_cores, self.eos_token_ids, lengths)
-        worker_actor = ray.remote(num_cpus=0, max_concurrency=4096)(AgentLoopWorker)
-        workers = [worker_actor.remote(make_loop) for _ in range(config.workers)]
-        self.actors = [*workers, *self.servers]
-        self.manager = OneStepOffAgentLoopManager(workers, self.servers, timeout_s=config.timeout_s)
+        self.actors = list(self.servers)
+        looking.result()
+        self._make_folder()
+        import torch
+
+        from trainer import GRPOTrainer, Timeline, load_checkpoint, load_policy
 
         if trainer_cores:
             os.sched_setaffinity(0, trainer_cores)
@@ -684,11 +732,21 @@ class Run:
             reference=load_policy(config.model, dtype).to(device) if config.kl_coef else None,
             **{name: value for name, value in dataclasses.asdict(config).items() if name in knobs},
         )
-        self.first_step, self.first_rollouts = 0, None
+        self.first_rollouts = None
         if self.resume_from:
-            self.first_step = load_checkpoint(self.resume_from, self.trainer)
+            load_checkpoint(self.resume_from, self.trainer)
             self.first_rollouts = RolloutBatch.load(self.resume_from / "trainer" / "rollouts.npz")
         self.timeline = Timeline()
+
+        # The workers come last: until here the cores were busy with what takes longest, the import of vLLM.
+        loop = "partial_single_turn_agent" if config.mode == "partial" else "single_turn_agent"
+        make_loop = functools.partial(
+            make_agent_loop, loop, source, self.servers, rollout_cores, self.eos_token_ids, self.lengths
+        )
+        worker_actor = ray.remote(num_cpus=0, max_concurrency=4096)(AgentLoopWorker)
+        workers = [worker_actor.remote(make_loop) for _ in range(config.workers)]
+        self.actors += workers
+        self.manager = OneStepOffAgentLoopManager(workers, self.servers, timeout_s=config.timeout_s)
         devices = ray.get([server.ready.remote() for server in self.servers])
         ray.get([worker.ready.remote() for worker in workers])
         parameters = sum(p.numel() for p in self.trainer.model.parameters())
@@ -696,25 +754,6 @@ class Run:
         say(f"training   {device}{_cores(trainer_cores)}")
         for i, found in enumerate(devices):
             say(f"rollouts   vLLM server {i} on {found['device']}{_cores(None if gpu else found['cores'])}")
-
-    def _lengths(self) -> dict[str, int]:
-        """The limits in tokens. Raises UsageError where a prompt is longer than they allow."""
-        config = self.config
-        longest = 0
-        for problem in [*self.problems.test(config.eval_problems), *self.problems.train(config.seed, 0, 200)]:
-            chat = [{"role": "user", "content": problem.question}]
-            ids = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-            longest = max(longest, len(ids))
-        limit = self.tokenizer.model_max_length
-        prompt_length = config.prompt_length or longest + 64  # room for those that were not looked at
-        if longest > prompt_length:
-            raise UsageError(f"--prompt-length {prompt_length}: a prompt has {longest} tokens; give at least that, or 0")
-        if prompt_length + config.response_length > limit:
-            raise UsageError(
-                f"prompts of up to {prompt_length} tokens and --response-length {config.response_length} do not fit in the "
-                f"{limit} tokens of the model: lower one of them"
-            )
-        return {"response_length": config.response_length, "max_model_len": prompt_length + config.response_length}
 
     # -- what the loops call
 
@@ -782,14 +821,16 @@ class Run:
         return {"eval/accuracy": await self.accuracy()} if every and t and t % every == 0 else {}
 
     def checkpoint(self, t: int, rollouts: Any) -> None:
-        """Saves at every save_every-th step and before the last."""
+        """Saves at every save_every-th step; the last one is saved by `fit`, when it is over."""
+        if t != self.first_step and self.config.save_every and t % self.config.save_every == 0:
+            self.save(t, rollouts)
+
+    def save(self, t: int, rollouts: Any = None) -> Path:
+        """A checkpoint before step t, whose rollouts wait to be trained."""
         from trainer import save_checkpoint
 
-        every = self.config.save_every
-        last = t == self.config.steps - 1
-        if t != self.first_step and (last or (every and t % every == 0)):
-            with self.timeline.span("trainer", "save", self.trainer.param_version):
-                save_checkpoint(self.checkpoints, t, self.trainer, rollouts, keep=self.config.keep, tokenizer=self.tokenizer)
+        with self.timeline.span("trainer", "save", self.trainer.param_version):
+            return save_checkpoint(self.checkpoints, t, self.trainer, rollouts, keep=self.config.keep, tokenizer=self.tokenizer)
 
     def log(self, t: int, metrics: dict[str, float], rollouts: Any) -> None:
         """A line in metrics.jsonl, the first group's responses in samples.jsonl, and the progress bar."""
@@ -848,6 +889,7 @@ class Run:
             self.bar.close()
             self.timeline.save(self.folder / "timeline.json")
         seconds = time.perf_counter() - start
+        self.save(config.steps)
         after = None
         if config.eval_problems:
             await self.sync()
@@ -869,6 +911,8 @@ class Run:
 
     def close(self) -> None:
         """Ends every process that this run started. Idempotent."""
+        if "ray" not in sys.modules:
+            return
         import ray
 
         for actor in self.actors:
@@ -1005,6 +1049,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     quiet_libraries("--verbose" in argv)
     run = None
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         config, why = parse_config(argv)
         check_companions()
@@ -1014,13 +1059,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         say(why)
         run = Run(config)
-        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-        run.start()
         if run.first_step >= config.steps:
-            say(f"nothing left to do: {run.resume_from} is at step {run.first_step} of --steps {config.steps}")
+            say(f"nothing left to do: {run.resume_from} is the end of {config.steps} steps")
             return 0
-        if run.resume_from:
-            say(f"resuming   {run.resume_from}, step {run.first_step} of {config.steps}")
+        if config.resume:
+            say(f"resuming   {run.resume_from or 'from the start, there is no checkpoint yet'}")
+        run.start()
         result = asyncio.run(run.fit())
         summarize(run, result)
         return 0
@@ -1031,7 +1075,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     finally:
-        if run is not None and "ray" in sys.modules:
+        if run is not None:
             run.close()
 
 

@@ -708,8 +708,9 @@ def save_checkpoint(
     """Writes root/step_NNNNNN: all that a run needs to go on with batch `step` as if it had never stopped.
 
     Weights (with config and tokenizer: the folder is a model like any other), optimiser, versions, random state, and the
-    rollouts that wait to be trained. Everything is written aside, synced to disk and renamed in one piece, so a folder with
-    that name is complete. `state.json` holds the SHA-256 of each file. Older checkpoints beyond `keep` are removed last.
+    rollouts that wait to be trained, if any do. Everything is written aside, synced to disk and renamed in one piece, so a
+    folder with that name is complete. `state.json` holds the SHA-256 of each file. Older checkpoints beyond `keep` are
+    removed last.
     """
     final = root / f"step_{step:06d}"
     aside = root / f".writing_{step:06d}"
@@ -727,7 +728,8 @@ def save_checkpoint(
             for name, value in trainer.optimizer.state.get(master, {}).items():
                 tensors[f"{i}.{name}"] = value
         save_file(tensors, ours / "optimizer.safetensors")
-        rollouts.save(ours / "rollouts.npz")
+        if rollouts is not None:
+            rollouts.save(ours / "rollouts.npz")
         files = {str(path.relative_to(aside)): _sha256(path) for path in sorted(aside.rglob("*")) if path.is_file()}
         state = {"step": step, "param_version": trainer.param_version, "files": files}
         (aside / "state.json").write_text(json.dumps(state, indent=1))

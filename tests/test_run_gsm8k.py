@@ -147,7 +147,7 @@ def test_each_response_has_a_seed_of_its_own_that_depends_on_nothing_else() -> N
         (["--learning-rate", "nan"], "--learning-rate nan: give a number above 0"),
         (["--model", "./nowhere"], "--model ./nowhere: no such folder; give a folder or a hub name"),
         (["--data", "nowhere"], "--data nowhere: no such folder"),
-        (["--response-length", "2000"], "do not fit in the 1024 tokens of the model"),
+        (["--response-length", "2000"], "--response-length 2000 do not fit in the 1024 tokens of"),
         (["--prompt-length", "5"], "--prompt-length 5: a prompt has"),
         (["--resume", "--name", "nowhere"], "nothing to resume"),
     ],
@@ -242,7 +242,7 @@ def test_a_run_trains_says_so_and_is_repeated_to_the_bit_after_a_kill(tmp_path: 
     rows = metrics_of(tmp_path / "whole")
     assert [row["staleness/mean"] for row in rows] == [0, 1, 1] and [row["staleness/max"] for row in rows] == [0, 1, 1]
     assert all(abs(row["sampler_ratio"] - 1) < 1e-3 for row in rows[:1]), "sampler and trainer compute the same probabilities"
-    for name in ("curve.png", "timeline.png", "timeline.json", "samples.jsonl", "config.json", "checkpoints/step_000002"):
+    for name in ("curve.png", "timeline.png", "timeline.json", "samples.jsonl", "config.json", "checkpoints/step_000003"):
         assert (tmp_path / "whole" / name).exists(), name
 
     killed = command("--out", str(tmp_path), "--name", "killed", start_new_session=True)
@@ -258,6 +258,9 @@ def test_a_run_trains_says_so_and_is_repeated_to_the_bit_after_a_kill(tmp_path: 
     assert resumed.returncode == 0, err
     assert "resuming" in out
     assert metrics_of(tmp_path / "killed") == rows
+    over = command("--out", str(tmp_path), "--name", "killed", "--resume")
+    out, err = over.communicate(timeout=240)
+    assert over.returncode == 0 and "nothing left to do" in out and metrics_of(tmp_path / "killed") == rows, err
 
 
 def test_ctrl_c_ends_the_run_and_leaves_no_process(tmp_path: Path) -> None:

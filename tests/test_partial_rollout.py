@@ -1,0 +1,1510 @@
+"""The law of the seam, on an engine of thirty lines and on the real one.
+
+    With weights unchanged, any schedule of cancels and resumes gives the uninterrupted response.
+
+Part 1 has a fake engine whose next token is a function of (prefix, param_version, seed, absolute position). There the law is
+exact, and hypothesis looks for a schedule that breaks it. Part 2 asks the same of vLLM, with a random model of a few
+thousand weights, and has transformers for its truth.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import doctest
+import functools
+import itertools
+import math
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import partial_rollout
+from partial_rollout import (
+    AgentLoopOutput,
+    LLMServerManager,
+    PartialSingleTurnAgentLoop,
+    SingleTurnAgentLoop,
+    VLLMServer,
+    extend_spans,
+    find_stop,
+    get_agent_loop,
+    inverse_cdf,
+    register,
+    remaining_params,
+    uniform_noise,
+)
+
+settings.register_profile("laws", deadline=None)  # no test here depends on how fast the machine is
+settings.load_profile("laws")
+
+# ---- Part 1: an engine in thirty lines -------------------------------------------------------------------------------
+
+EOS = (256, 257)  # two ids end a response, as in many a model
+VOCABULARY = [*b"ab" * 9, *"é".encode() * 3, *EOS]  # token = byte; a character may be cut in two
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes. It remembers what it was asked to decode."""
+
+    def __init__(self) -> None:
+        self.decoded: list[list[int]] = []
+
+    def apply_chat_template(self, messages: Sequence[dict[str, str]], **_: Any) -> list[int]:
+        return list(messages[-1]["content"].encode())
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        self.decoded.append(list(ids))
+        return text_of(ids)
+
+
+def text_of(ids: Sequence[int]) -> str:
+    return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+def next_token(prefix: Sequence[int], param_version: int | None, seed: int, banned: Sequence[int]) -> tuple[int, float]:
+    """(token, logprob), from the whole prefix, the weights, and the noise at this absolute position."""
+    h = hash((*prefix, param_version, seed + len(prefix)))
+    allowed = [token for token in VOCABULARY if token not in banned]
+    return allowed[h % len(allowed)], -(h % 9973) / 1000
+
+
+class FakeServer:
+    """The contract of VLLMServer without vLLM. As the real one, it knows of a request only what the request says."""
+
+    def __init__(self, param_version: int = 1) -> None:
+        self.param_version, self.closed, self.cuts, self.lost, self.calls = param_version, False, 0, 0, []
+
+    def cancel(self, lost: int = 0) -> None:
+        """Ends what is in flight. The last `lost` tokens were computed, but never delivered."""
+        self.closed, self.cuts, self.lost = True, self.cuts + 1, lost
+
+    def resume(self) -> None:
+        self.closed = False
+
+    def update(self) -> None:
+        self.cuts, self.lost, self.param_version = self.cuts + 1, 0, self.param_version + 1
+
+    async def generate_for_partial(
+        self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], param_version: int, ticket: Any = None
+    ) -> tuple[list[int], list[float], bool]:
+        self.calls.append((request_id, len(prompt_ids), sampling_params["max_tokens"], ticket))
+        if self.closed or param_version != self.param_version:
+            return [], [], True
+        params, cuts, ids, logprobs = sampling_params, self.cuts, list(prompt_ids), []
+        while len(logprobs) < params["max_tokens"]:
+            await asyncio.sleep(0)  # a step of the engine; a cancel may come before the first, or on the very last
+            early = len(logprobs) < params.get("min_tokens", 0)
+            token, logprob = next_token(ids, param_version, params.get("seed", 0), params["stop_token_ids"] if early else ())
+            ids.append(token)
+            logprobs.append(logprob)
+            await asyncio.sleep(0)
+            if cuts != self.cuts:
+                keep = max(0, len(logprobs) - self.lost)
+                return ids[len(prompt_ids) :][:keep], logprobs[:keep], True
+            text = text_of(ids)[len(text_of(prompt_ids)) :]  # its own text: what is before the seam, it does not search
+            floor = len(settled(ids[: len(prompt_ids) + params.get("min_tokens", 0)])) - len(text_of(prompt_ids))
+            stops = [params["stop"]] if isinstance(params.get("stop"), str) else params.get("stop") or []
+            if token in params["stop_token_ids"] or any(s in text[max(0, floor - len(s) + 1) :] for s in stops):
+                break
+        return ids[len(prompt_ids) :], logprobs, False
+
+
+def settled(ids: Sequence[int]) -> str:
+    """The text of `ids` without a character that is not complete yet."""
+    return text_of(ids).rstrip("\ufffd")
+
+
+def first_stop(ids: Sequence[int], stops: Sequence[str], min_tokens: int, decode: Callable[..., str] = text_of) -> int | None:
+    """The truth for find_stop, by linear scan: the fewest tokens that complete a match, if they are more than min_tokens."""
+    text = decode(ids)
+    ends = [i + len(s) for s in stops for i in range(len(text)) if text.startswith(s, i)]
+    complete = [next(n for n in range(len(ids) + 1) if decode(ids[:n]).startswith(text[:end])) for end in ends]
+    return min((n for n in complete if n > min_tokens), default=None)
+
+
+def uninterrupted(
+    prompt_ids: list[int], params: dict[str, Any], budget: int, version_of: Callable[[int], int | None]
+) -> tuple[list[int], list[float], str]:
+    """The truth: (ids, logprobs, stop reason), one token after the other, each by the version that `version_of` gives it."""
+    stop_ids = {*(() if params.get("ignore_eos") else EOS), *params.get("stop_token_ids", ())}
+    stops = [params["stop"]] if isinstance(params.get("stop"), str) else params.get("stop") or []
+    ids, logprobs, min_tokens = [], [], params.get("min_tokens", 0)
+    while len(ids) < budget:
+        banned = stop_ids if len(ids) < min_tokens else ()
+        token, logprob = next_token(prompt_ids + ids, version_of(len(ids)), params.get("seed", 0), banned)
+        ids.append(token)
+        logprobs.append(logprob)
+        if token in stop_ids or first_stop(ids, stops, min_tokens):
+            return ids, logprobs, "stop"
+    return ids, logprobs, "length"
+
+
+# ---- The law, under hypothesis ---------------------------------------------------------------------------------------
+
+
+STOPS = [{}, {"stop": []}, {"stop": "ab"}, {"stop": "é"}, {"stop": ["aaa", "bé"]}, {"stop": ["ébb", "a"]}]
+OTHERS = [{}, {}, {"ignore_eos": True}, {"stop_token_ids": [98]}, {"presence_penalty": 0.0}]
+PARAMS = [{"temperature": 1.0, **stop, **other} for stop in STOPS for other in OTHERS]
+
+
+def sample_by_number(number: int) -> dict[str, Any]:
+    """A prompt, its limits and its parameters: the digits of `number` choose. (One draw, where twelve would be slow.)"""
+
+    def choose(options: Sequence[Any]) -> Any:
+        nonlocal number
+        number, digit = divmod(number, len(options))
+        return options[digit]
+
+    prompt, params, seed = choose(["a", "é", "ab"]), choose(PARAMS), choose(range(100))
+    response_length, room = choose([*[12] * 6, 0, 1, 4, 8]), choose([*[12] * 6, 1, 3, 6, 9])
+    max_tokens, min_tokens = choose([*[None] * 6, 0, 1, 5, 9]), choose([*[0] * 5, 1, 2, 4, 7, 10])
+    budget = min(response_length, room, room if max_tokens is None else max_tokens)
+    return dict(
+        prompt=prompt,
+        params={**params, "seed": seed, "max_tokens": max_tokens, "min_tokens": min(min_tokens, budget)},
+        response_length=response_length,
+        max_model_len=len(prompt.encode()) + room,
+        budget=budget,
+    )
+
+
+SAMPLES = st.lists(st.integers(0, 3 * 30 * 100 * 10**4 - 1).map(sample_by_number), min_size=1, max_size=3)
+
+
+def schedules(*moves: str) -> st.SearchStrategy:
+    """[(steps to wait, move), ...]. Of "cut 2" and "close 2" the number is that of tokens which were not delivered; after
+    "late" requests carry an old version, until "publish"."""
+    return st.lists(st.sampled_from([(steps, move) for steps in range(8) for move in moves]), max_size=8)
+
+
+async def conduct(schedule: Sequence[tuple[int, str]], servers: Sequence[FakeServer], stamp: dict[str, int]) -> None:
+    """Does what the schedule says, to all servers; leaves them open and the stamp right, so that everyone finishes."""
+    for steps, move in [*schedule, (0, "open"), (0, "publish")]:
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        for server in servers:
+            if move.startswith(("cut", "close")):
+                server.cancel(lost=int(move[-1]))
+            if move.startswith(("cut", "open")):
+                server.resume()
+            if move == "update":
+                server.update()
+        stamp["version"] = {"late": 0, "publish": servers[0].param_version}.get(move, stamp["version"])
+
+
+async def respond(sample: dict[str, Any], manager: LLMServerManager, stamp: dict[str, int]) -> AgentLoopOutput:
+    """Runs one sample to its end, and looks at all that must hold in between."""
+    loop = PartialSingleTurnAgentLoop(
+        manager, Bytes(), response_length=sample["response_length"], max_model_len=sample["max_model_len"], eos_token_ids=EOS
+    )
+    prompt_ids, output = list(sample["prompt"].encode()), None
+    while output is None or output.is_cancel:
+        old = output or AgentLoopOutput(prompt_ids, [], [], [], stop_reason="abort")
+        output = await loop.run(
+            sample["params"], raw_prompt=[{"content": sample["prompt"]}], output=output, param_version=stamp["version"]
+        )
+        kept, n = len(old.response_ids), len(output.response_ids)
+        assert output.prompt_ids == prompt_ids
+        assert output.response_ids[:kept] == old.response_ids and output.response_logprobs[:kept] == old.response_logprobs
+        assert n == len(output.response_mask) == len(output.response_logprobs) == sum(output.span_lengths) <= sample["budget"]
+        assert all(output.response_mask) and output.span_versions == sorted(set(output.span_versions))
+        assert output.span_lengths[: len(old.spans) - 1] == old.span_lengths[:-1]
+        await asyncio.sleep(0)
+    return output
+
+
+def rollout(samples: list[dict[str, Any]], schedule: list[tuple[int, str]], n_servers: int) -> list[AgentLoopOutput]:
+    """All samples at once over the servers, while the schedule is conducted. What must hold at the end is looked at too."""
+    servers, stamp = [FakeServer() for _ in range(n_servers)], {"version": 1}
+    manager = LLMServerManager(servers)
+
+    async def all_at_once() -> list[AgentLoopOutput]:
+        tasks = [respond(sample, manager, stamp) for sample in samples]
+        *outputs, _ = await asyncio.wait_for(asyncio.gather(*tasks, conduct(schedule, servers, stamp)), timeout=60)
+        return outputs
+
+    outputs = asyncio.run(all_at_once())
+    assert manager.in_flight == [0] * n_servers
+    for server in servers:
+        assert all(0 < max_tokens <= 12 for _, _, max_tokens, _ in server.calls)
+    return outputs
+
+
+@settings(max_examples=2000)
+@given(SAMPLES, schedules("cut 0", "cut 2", "close 1", "open", "late", "publish"), st.integers(1, 2))
+def test_any_schedule_of_cancels_and_resumes_gives_the_uninterrupted_response(samples: Any, schedule: Any, n: int) -> None:
+    """With weights unchanged: the same ids, logprobs, stop reason and mask, whatever was cancelled, paused, late or lost."""
+    for sample, output in zip(samples, rollout(samples, schedule, n), strict=True):
+        ids, logprobs, reason = uninterrupted(list(sample["prompt"].encode()), sample["params"], sample["budget"], lambda _: 1)
+        assert (output.response_ids, output.response_logprobs, output.stop_reason) == (ids, logprobs, reason)
+        assert output.response_mask == [1] * len(ids) and output.spans == (((1, len(ids)),) if ids else ())
+
+
+@settings(max_examples=2000)
+@given(SAMPLES, schedules("cut 0", "cut 1", "close 2", "open", "update", "publish"), st.integers(1, 2))
+def test_each_token_is_the_one_its_version_samples_after_the_tokens_before_it(samples: Any, schedule: Any, n: int) -> None:
+    """With weights changing: the response is what its spans say, token by token, and it stops where it must."""
+    for sample, output in zip(samples, rollout(samples, schedule, n), strict=True):
+        versions = [version for version, length in output.spans for _ in range(length)]
+        version_of = dict(enumerate(versions)).get
+        truth = uninterrupted(list(sample["prompt"].encode()), sample["params"], sample["budget"], version_of)
+        assert (output.response_ids, output.response_logprobs, output.stop_reason) == truth
+        fields = output.extra_fields
+        ends = (versions[0], versions[-1]) if versions else (-1, -1)
+        assert (fields["param_version_start"], fields["param_version_end"]) == ends and not fields["is_cancel"]
+
+
+# ---- The law, row by row ---------------------------------------------------------------------------------------------
+
+
+class Answers:
+    """A server manager that answers what it is told to, and writes down what it was asked."""
+
+    def __init__(self, *answers: tuple[Sequence[int], bool]) -> None:
+        self.answers, self.requests = list(answers), []
+
+    async def generate_for_partial(self, request_id: str, **request: Any) -> tuple[list[int], list[float], bool]:
+        self.requests.append({"request_id": request_id, **request})
+        ids, is_cancel = self.answers.pop(0)
+        return list(ids), [-0.5] * len(ids), is_cancel
+
+
+def run(manager: Any, params: dict[str, Any], runs: int = 1, kind: type = PartialSingleTurnAgentLoop, **more: Any) -> Any:
+    """The output of `runs` calls of `run`, each resuming what the one before gave, with versions 0, 1, ..."""
+    limits = {"response_length": 10, "max_model_len": 100, "eos_token_ids": EOS}
+    loop = kind(manager, more.pop("tokenizer", Bytes()), **limits | {k: more.pop(k) for k in limits.keys() & more.keys()})
+    output = more.pop("output", None)
+
+    async def all_runs() -> AgentLoopOutput:
+        nonlocal output
+        for version in range(runs):
+            output = await loop.run(params, raw_prompt=[{"content": "hi"}], output=output, param_version=version, **more)
+        return output
+
+    return asyncio.run(all_runs())
+
+
+def cancelled(ids: Sequence[int]) -> AgentLoopOutput:
+    return AgentLoopOutput([1], list(ids), [1] * len(ids), [-1.0] * len(ids), ((0, len(ids)),), "abort")
+
+
+def test_a_resumed_request_has_the_tokens_so_far_in_its_prompt_and_out_of_its_limits() -> None:
+    """prompt + tokens so far; max_tokens and min_tokens less what exists; seed, version, name and ticket as given."""
+    manager = Answers(([97] * 4, True), ([], True), ([98] * 3, True), ([99], False))
+    params = {"min_tokens": 6, "seed": 5, "temperature": 0.7}
+    output = run(manager, params, runs=4, ticket=("batch", 0, 1))
+    prompt_ids = list(b"hi")
+    assert [r["prompt_ids"] for r in manager.requests] == [
+        prompt_ids + tokens for tokens in ([], [97] * 4, [97] * 4, [97] * 4 + [98] * 3)
+    ]
+    asked = [r["sampling_params"] for r in manager.requests]
+    assert [p["max_tokens"] for p in asked] == [10, 6, 6, 3] and [p["min_tokens"] for p in asked] == [6, 2, 2, 0]
+    assert all(p["seed"] == 5 and p["temperature"] == 0.7 and p["stop_token_ids"] == list(EOS) for p in asked)
+    assert [r["param_version"] for r in manager.requests] == [0, 1, 2, 3]
+    assert {r["ticket"] for r in manager.requests} == {("batch", 0, 1)}
+    assert len({r["request_id"] for r in manager.requests}) == 1, "a resume goes by the same name, so that it finds its server"
+    assert output.spans == ((0, 4), (2, 3), (3, 1)) and output.span_versions == [0, 2, 3] and output.span_lengths == [4, 3, 1]
+    assert output.metrics == {"num_calls": 4} and output.num_turns == 2
+    assert params == {"min_tokens": 6, "seed": 5, "temperature": 0.7}, "the caller's parameters are the caller's"
+
+
+@given(st.integers(0, 50), st.integers(0, 50), st.integers(0, 60), st.integers(0, 60))
+def test_what_is_asked_for_never_exceeds_what_is_left(done: int, left: int, min_tokens: int, max_tokens: int) -> None:
+    """done + max_tokens is the budget, done + min_tokens is min_tokens until it is reached; nothing else changes."""
+    given_params = {"min_tokens": min_tokens, "max_tokens": max_tokens, "top_p": 0.9}
+    params = remaining_params(given_params, done, done + left)
+    assert params == {"max_tokens": left, "min_tokens": max(min_tokens - done, 0), "top_p": 0.9}
+    assert "min_tokens" not in remaining_params({}, done, done + left)
+
+
+@pytest.mark.parametrize(
+    "limits, params, asked",
+    [
+        ({"response_length": 5}, {}, 5),
+        ({"max_model_len": 6}, {}, 4),
+        ({}, {"max_tokens": 3}, 3),
+        ({}, {"max_tokens": None}, 10),
+        ({"response_length": 5}, {"max_tokens": 30}, 5),
+    ],
+)
+def test_the_budget_is_the_smallest_of_the_three_limits(limits: Any, params: Any, asked: int) -> None:
+    """response_length, max_model_len - len(prompt), max_tokens."""
+    manager = Answers(([], True))
+    run(manager, params, **limits)
+    assert manager.requests[0]["sampling_params"]["max_tokens"] == asked
+
+
+@pytest.mark.parametrize(
+    "limits, params, output",
+    [
+        ({"response_length": 0}, {}, None),
+        ({}, {"max_tokens": 0}, None),
+        ({}, {}, cancelled([97] * 10)),
+        ({"max_model_len": 4}, {}, cancelled([97] * 3)),
+    ],
+)
+def test_with_nothing_left_to_ask_for_no_call_is_made(limits: Any, params: Any, output: Any) -> None:
+    """A budget of 0 is an answer of 0 tokens, and a cancelled response that has used its budget up is complete."""
+    manager = Answers()
+    result = run(manager, params, output=output, **limits)
+    assert result.stop_reason == "length" and result.response_ids == (output.response_ids if output else [])
+    assert not manager.requests
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_a_finished_response_comes_back_as_it_is(reason: Any) -> None:
+    """No call, no new record, and no look at the parameters."""
+    output, manager = AgentLoopOutput([1], [2], [1], [-0.5], ((0, 1),), reason), Answers()
+    assert run(manager, {"no such": "parameter"}, output=output) is output and not manager.requests
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -0.5},
+        {"bad_words": ["x"]},
+        {"structured_outputs": {"regex": "a*"}},
+        {"n": 2},
+        {"logits_processors": []},
+        {"include_stop_str_in_output": True},
+    ],
+)
+@pytest.mark.parametrize("output", [None, cancelled([97])])
+def test_a_parameter_whose_state_would_be_lost_is_refused_before_anything_is_generated(params: Any, output: Any) -> None:
+    """The error names parameter, value and way out; no request is made, not even the first."""
+    manager = Answers()
+    (name,) = params
+    with pytest.raises(ValueError, match=f"{name}=.* cannot be resumed.*single_turn_agent"):
+        run(manager, params, output=output)
+    assert not manager.requests
+
+
+def test_parameters_that_survive_a_cut_are_passed_on() -> None:
+    """Those that look at prompt + tokens alone, and the neutral value of those that do not."""
+    params = {
+        **{"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 1, "repetition_penalty": 1.1},
+        **{"logit_bias": {1: 2.0}, "allowed_token_ids": [1, 2], "logprobs": 0, "ignore_eos": False},
+        **{"presence_penalty": 0.0, "frequency_penalty": 0, "n": 1, "bad_words": [], "structured_outputs": None},
+    }
+    manager = Answers(([97], False))
+    run(manager, params)
+    assert manager.requests[0]["sampling_params"].items() >= params.items()
+
+
+@pytest.mark.parametrize("logprobs", [[-0.5, None], [-0.5], [-0.5] * 3])
+def test_a_missing_logprob_is_an_error(logprobs: list[float]) -> None:
+    """Never 0.0, which would say that the token was certain."""
+
+    class Broken(Answers):
+        async def generate_for_partial(self, request_id: str, **_: Any) -> Any:
+            return [97, 98], logprobs, False
+
+    with pytest.raises(ValueError, match=r"2 tokens came back with logprobs .* one is missing"):
+        run(Broken(), {})
+
+
+@pytest.mark.parametrize("eos", EOS)
+def test_a_cancel_on_the_very_step_of_the_eos_is_no_cancel(eos: int) -> None:
+    """The finish wins, whichever of the EOS ids it is; and the EOS is trained like every other token."""
+    output = run(Answers(([97, eos], True)), {})
+    assert output.stop_reason == "stop" and not output.is_cancel and output.response_mask == [1, 1]
+    assert run(Answers(([97, eos], True)), {"ignore_eos": True}).is_cancel
+
+
+def test_a_cancel_on_the_last_token_of_the_budget_is_no_cancel() -> None:
+    """The finish wins; and an EOS in the last place of the budget is a stop."""
+    assert run(Answers(([97] * 10, True)), {}).stop_reason == "length"
+    assert run(Answers(([97] * 9 + [256], True)), {}).stop_reason == "stop"
+    assert run(Answers(([97, 98], True)), {"stop_token_ids": [98]}).stop_reason == "stop"
+
+
+def test_a_cancel_before_the_first_token_leaves_nothing_behind() -> None:
+    """An empty response with no spans, which waits for its resume."""
+    output = run(Answers(([], True)), {})
+    assert output == AgentLoopOutput(list(b"hi"), [], [], [], (), "abort") and output.is_cancel
+    assert output.extra_fields == {
+        **{"is_cancel": True, "stop_reason": "abort", "num_turns": 2},
+        **{"param_version_start": -1, "param_version_end": -1},
+    }
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_with_the_numbers() -> None:
+    """ValueError before any call; one token of room is enough."""
+    manager = Answers(([97], False))
+    with pytest.raises(ValueError, match=r"prompt of 2 tokens leaves no room .* max_model_len=2"):
+        run(manager, {}, max_model_len=2)
+    assert not manager.requests
+    assert run(manager, {}, max_model_len=3).stop_reason == "length"
+
+
+def test_a_stop_string_cut_by_the_seam_is_found_and_cut_at_the_same_place() -> None:
+    """The response ends with the token that completes the stop string; logprobs, mask and spans end with it."""
+    manager = Answers((b"xxST", True), (b"OPyy", True))
+    output = run(manager, {"stop": "STOP"}, runs=2)
+    assert bytes(output.response_ids) == b"xxSTOP" and output.stop_reason == "stop"
+    assert len(output.response_logprobs) == 6 and output.spans == ((0, 4), (1, 2))
+    assert run(Answers((b"xSTOPy", True)), {"stop": ["no", "STOP"]}).stop_reason == "stop", "a stop beats a cancel, too"
+
+
+def test_a_character_cut_by_the_seam_is_decoded_whole() -> None:
+    """Text is decoded from the ids of the whole response: each decode has a beginning of it, never the end alone."""
+    tokenizer, text = Bytes(), "zé€x".encode()
+    output = run(Answers((text[:2], True), (text[2:4], True), (text[4:], True)), {"stop": ["€"]}, runs=3, tokenizer=tokenizer)
+    assert text_of(output.response_ids) == "zé€" and output.stop_reason == "stop"
+    assert all(list(text[: len(ids)]) == ids for ids in tokenizer.decoded)
+
+
+def test_without_stop_strings_nothing_is_decoded() -> None:
+    """The cost of a resume grows with the tokens that are copied, and with nothing else."""
+    tokenizer = Bytes()
+    run(Answers(([97], True), ([98], True), ([99], False)), {}, runs=3, tokenizer=tokenizer)
+    assert not tokenizer.decoded
+
+
+@settings(max_examples=500)
+@given(
+    st.lists(st.sampled_from([*b"ab" * 2, *"é€".encode(), 256]), max_size=14),
+    st.lists(st.sampled_from(["a", "ab", "ba", "aab", "é", "aé", "€", "é€", "bb"]), max_size=3),
+    st.integers(0, 15),
+)
+@example(ids=list("é".encode()), stops=["é"], min_tokens=1)  # half a character counted as a whole one, and hid the match
+@example(ids=list(b"aaba"), stops=["aab"], min_tokens=2)  # begins before min_tokens and ends after
+def test_find_stop_equals_a_linear_scan(ids: list[int], stops: list[str], min_tokens: int) -> None:
+    """The fewest tokens whose text has a stop string that ends after the first min_tokens tokens."""
+    assert find_stop(ids, stops, min_tokens, text_of) == first_stop(ids, stops, min_tokens)
+
+
+def test_find_stop_decodes_a_logarithm_of_the_length() -> None:
+    """A bisection: 2,048 tokens need at most 12 decodes, and one where there is no stop string."""
+    tokenizer = Bytes()
+    assert find_stop([97] * 1500 + [98] * 548, ["ab"], 0, tokenizer.decode) == 1501 and len(tokenizer.decoded) <= 12
+    tokenizer.decoded.clear()
+    assert find_stop([97] * 2048, ["ab"], 0, tokenizer.decode) is None and len(tokenizer.decoded) == 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), max_size=8))
+def test_spans_hold_every_token_once_and_versions_never_decrease(pieces: list[tuple[int, int]]) -> None:
+    """extend_spans equals run-length encoding of the version of each token; a version that goes back is an error."""
+    spans, versions = (), []
+    for version, n in pieces:
+        if n and versions and version < versions[-1]:
+            with pytest.raises(ValueError, match=f"went back from {versions[-1]} to {version}"):
+                extend_spans(spans, version, n)
+            continue
+        spans = extend_spans(spans, version, n)
+        versions += [version] * n
+    assert spans == tuple(Counter(versions).items())
+
+
+def test_a_record_is_frozen_and_its_lengths_agree() -> None:
+    """A token without mask, logprob or version cannot be recorded."""
+    output = cancelled([5, 6])
+    with pytest.raises(AttributeError):
+        output.response_ids = []
+    for lengths in ((1, 2, 2, 2), (2, 1, 2, 2), (2, 2, 1, 2), (2, 2, 2, 1)):
+        ids, mask, logprobs, span = lengths
+        with pytest.raises(ValueError, match="every response token needs its mask, its logprob and its version"):
+            AgentLoopOutput([1], [5] * ids, [1] * mask, [-1.0] * logprobs, ((0, span),))
+
+
+def test_what_was_handed_over_does_not_change_any_more() -> None:
+    """An engine that goes on with its lists, or a resume that goes on with the record, leaves what came back as it was."""
+    ids, logprobs = [97, 98], [-0.5, -0.5]
+
+    class Growing(Answers):
+        async def generate_for_partial(self, request_id: str, **_: Any) -> Any:
+            return ids, logprobs, True
+
+    first = run(Growing(), {})
+    ids.append(99)
+    logprobs.append(-0.5)
+    assert first.response_ids == [97, 98] and first.response_logprobs == [-0.5, -0.5]
+    second = run(Answers(([100], False)), {}, output=first)
+    assert first.response_ids == [97, 98] and second.response_ids == [97, 98, 100] and first.prompt_ids == second.prompt_ids
+
+
+def test_a_prompt_is_a_plain_list_of_int() -> None:
+    """Whatever kind of integers the chat template gives."""
+
+    class Numpy(Bytes):
+        def apply_chat_template(self, messages: Any, **kwargs: Any) -> Any:
+            assert kwargs == {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+            return np.array([5, 6])
+
+    prompt_ids = run(Answers(([97], False)), {}, tokenizer=Numpy()).prompt_ids
+    assert prompt_ids == [5, 6] and {type(i) for i in prompt_ids} == {int}
+
+
+def test_single_turn_agent_is_never_cut() -> None:
+    """It is the same loop, but a cancel is an error that says what to use instead."""
+    assert run(Answers(([97, 256], False)), {}, kind=SingleTurnAgentLoop).stop_reason == "stop"
+    with pytest.raises(RuntimeError, match=r"cancelled after 1 tokens.*partial_single_turn_agent"):
+        run(Answers(([97], True)), {}, kind=SingleTurnAgentLoop)
+
+
+def test_the_registry_knows_loops_by_name() -> None:
+    """Both loops are there; an unknown name is answered with the known ones."""
+    assert get_agent_loop("partial_single_turn_agent") is PartialSingleTurnAgentLoop
+    assert get_agent_loop("single_turn_agent") is SingleTurnAgentLoop
+    with pytest.raises(ValueError, match="unknown agent loop 'x': choose one of partial_single_turn_agent, single_turn_agent"):
+        get_agent_loop("x")
+
+
+def test_a_name_belongs_to_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second class of the name is refused and changes nothing; the same class again, as after a reload, is fine."""
+    monkeypatch.setattr(partial_rollout, "_REGISTRY", dict(partial_rollout._REGISTRY))
+    with pytest.raises(ValueError, match="'single_turn_agent' is already registered as SingleTurnAgentLoop"):
+        register("single_turn_agent")(PartialSingleTurnAgentLoop)
+    assert register("single_turn_agent")(SingleTurnAgentLoop) is SingleTurnAgentLoop is get_agent_loop("single_turn_agent")
+
+
+# ---- The manager -----------------------------------------------------------------------------------------------------
+
+
+class Holding:
+    """A server that answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, asyncio.Future] = {}
+        self.tickets: list[Any] = []
+
+    async def generate_for_partial(self, request_id: str, *, ticket: Any, **_: Any) -> Any:
+        self.tickets.append(ticket)
+        self.waiting[request_id] = asyncio.get_running_loop().create_future()
+        return await self.waiting[request_id]
+
+
+async def ask(manager: LLMServerManager, request_id: str, ticket: Any = None) -> asyncio.Task:
+    request = manager.generate_for_partial(request_id, prompt_ids=[1], sampling_params={}, ticket=ticket)
+    task = asyncio.ensure_future(request)
+    await asyncio.sleep(0)  # the task runs up to the server's answer
+    return task
+
+
+@given(st.integers(1, 4), st.lists(st.integers(0, 9), max_size=30))
+def test_a_request_goes_to_a_server_with_fewest_in_flight(n_servers: int, events: list[int]) -> None:
+    """Whatever order requests come (0-5) and end (6-9) in, and however they end."""
+
+    async def check() -> None:
+        servers = [Holding() for _ in range(n_servers)]
+        manager, tasks = LLMServerManager(servers), []
+        for number, event in enumerate(events):
+            before = [len(server.waiting) for server in servers]
+            if event <= 5:
+                tasks.append(await ask(manager, f"r{number}"))
+                (chosen,) = [i for i, server in enumerate(servers) if len(server.waiting) > before[i]]
+                assert before[chosen] == min(before)
+            elif any(before):
+                busiest = servers[before.index(max(before))]
+                name, future = busiest.waiting.popitem()
+                future.set_exception(OSError(name)) if event == 9 else future.set_result(([1], [-1.0], False))
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+            assert manager.in_flight == [len(server.waiting) for server in servers]
+        for server in servers:
+            for future in server.waiting.values():
+                future.set_result(([1], [-1.0], False))
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert manager.in_flight == [0] * n_servers and not manager._home
+
+    asyncio.run(check())
+
+
+def test_a_cancelled_request_goes_home() -> None:
+    """Where its prefix may be cached, though another server has fewer in flight; also after it was sent back untouched."""
+
+    async def check() -> None:
+        servers = [Holding(), Holding()]
+        manager = LLMServerManager(servers)
+
+        async def at(request_id: str) -> tuple[int, asyncio.Task, asyncio.Future]:
+            task = await ask(manager, request_id)
+            (home,) = [i for i, server in enumerate(servers) if request_id in server.waiting]
+            return home, task, servers[home].waiting.pop(request_id)
+
+        await ask(manager, "other")  # server 0 has one more from here on
+        home, task, answer = await at("mine")
+        answer.set_result(([7, 8], [-1.0, -1.0], True))
+        assert (await task)[2] and home == 1
+        for _ in range(3):
+            await ask(manager, f"busy {_}")
+            await ask(manager, f"busy too {_}")
+        home, task, answer = await at("mine")
+        answer.set_result(([], [], True))  # the door was closed
+        assert home == 1 and await task == ([], [], True)
+        home, task, answer = await at("mine")
+        answer.set_result(([9], [-1.0], False))
+        assert home == 1 and await task == ([9], [-1.0], False) and not manager._home
+        _, task, answer = await at("new")
+        answer.set_result(([], [], True))
+        assert await task == ([], [], True) and not manager._home, "without a token there is no home"
+
+    asyncio.run(check())
+
+
+def test_requests_that_no_one_resumes_are_forgotten() -> None:
+    """The memory of homes is bounded: it drops what was cancelled longest ago."""
+    manager = LLMServerManager([Answers(*[([1], True)] * 5)])
+    manager.max_homes = 3
+
+    async def check() -> None:
+        for name in "abcde":
+            await manager.generate_for_partial(name, prompt_ids=[1], sampling_params={})
+
+    asyncio.run(check())
+    assert list(manager._home) == ["c", "d", "e"]
+
+
+@given(st.integers(1, 5), st.integers(1, 23), st.randoms(use_true_random=False))
+def test_tickets_split_a_batch_so_that_each_server_gets_the_number_it_waits_for(n_servers: int, size: int, rng: Any) -> None:
+    """In whatever order they come: a server's requests all say how many there are, and which is which by the batch's index."""
+
+    async def check() -> None:
+        servers = [Holding() for _ in range(n_servers)]
+        manager, order = LLMServerManager(servers), rng.sample(range(size), size)
+        tasks = [await ask(manager, f"r{i}", ticket=("batch", i, size)) for i in order]
+        for number, server in enumerate(servers):
+            assert {ticket[2] for ticket in server.tickets} <= {len(server.tickets)}
+            assert sorted(ticket[1] for ticket in server.tickets) == list(range(number, size, n_servers))
+            for future in server.waiting.values():
+                future.set_result(([1], [-1.0], True))
+        await asyncio.gather(*tasks)
+        again = [await ask(manager, f"r{i}", ticket=("again", i, size)) for i in order]
+        for server in servers:
+            for future in server.waiting.values():
+                future.cancelled() or future.done() or future.set_result(([1], [-1.0], False))
+        await asyncio.gather(*again)
+        assert manager.in_flight == [0] * n_servers and not manager._home
+
+    asyncio.run(check())
+
+
+def test_servers_may_be_actors_or_objects_but_there_must_be_one() -> None:
+    """With a `.remote` the method is called through it, as Ray does."""
+
+    class Method:
+        async def remote(self, request_id: str, **request: Any) -> Any:
+            return [len(request["prompt_ids"])], [-1.0], False
+
+    class Actor:
+        generate_for_partial = Method()
+
+    request = LLMServerManager([Actor()]).generate_for_partial("r", prompt_ids=[1, 2], sampling_params={})
+    assert asyncio.run(request) == ([2], [-1.0], False)
+    with pytest.raises(ValueError, match="at least one server, got none"):
+        LLMServerManager([])
+
+
+# ---- The door of the server, with no engine behind it ----------------------------------------------------------------
+
+
+class NoEngine:
+    """What VLLMServer asks of vLLM's AsyncLLM, each request taking a while; it knows whether it would generate."""
+
+    def __init__(self) -> None:
+        self.paused = self.asleep = False
+
+    @classmethod
+    def from_engine_args(cls, engine_args: dict[str, Any]) -> NoEngine:
+        engine = cls()
+        engine.args = engine_args
+        return engine
+
+    async def pause_generation(self, **_: Any) -> None:
+        await asyncio.sleep(0)
+        self.paused = True
+
+    async def resume_generation(self) -> None:
+        await asyncio.sleep(0)
+        self.paused = False
+
+    async def sleep(self, level: int) -> None:
+        await asyncio.sleep(0)
+        self.asleep = self.paused = True
+
+    async def wake_up(self) -> None:
+        await asyncio.sleep(0)
+        self.asleep = self.paused = False
+
+    async def is_sleeping(self) -> bool:
+        return self.asleep
+
+    async def reset_prefix_cache(self) -> bool:
+        await asyncio.sleep(0)
+        return True
+
+    async def collective_rpc(self, method: str, args: Any = ()) -> None:
+        assert self.paused or method != "load_weights"
+        if method == "load_weights" and not Path(*args).read_bytes():
+            raise OSError("an empty file")
+
+    async def update_weight_version(self, version: str) -> None:
+        await asyncio.sleep(0)
+
+
+@contextlib.contextmanager
+def no_engine() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", dict(os.environ))
+        patch.setitem(sys.modules, "vllm.engine.arg_utils", SimpleNamespace(AsyncEngineArgs=dict))
+        patch.setitem(sys.modules, "vllm.v1.engine.async_llm", SimpleNamespace(AsyncLLM=NoEngine))
+        yield
+
+
+def test_replicas_of_one_run_do_not_share_their_noise() -> None:
+    """Their engines' seeds differ, and so do the seeds that they give to requests without one: no twins in a group."""
+    with no_engine():
+        servers = [VLLMServer("model", seed=7, rank=rank) for rank in range(8)]
+    assert [server.engine.args["seed"] for server in servers] == list(range(7, 15))
+    assert len({server._own_seeds.getrandbits(63) for server in servers for _ in range(100)}) == 800
+
+
+MOVES = ["cancel", "resume", "sleep", "wake_up", "update", "failing update"]
+
+
+@given(st.lists(st.lists(st.sampled_from(MOVES), max_size=6), max_size=4))
+@example([["sleep"], ["wake_up"]])  # woke up between the two halves of falling asleep: an open door, and no one awake behind it
+def test_the_door_and_the_engine_agree_whatever_order_callers_come_in(callers: list[list[str]]) -> None:
+    """An open door has an engine behind it that runs; an engine that sleeps has a closed door; a last round opens both."""
+    with no_engine():
+        server = VLLMServer("model")
+
+    async def call(moves: Sequence[str]) -> None:
+        for move in moves:
+            if move == "update":
+                await server.update_weights(b"weights", server.param_version + 1)
+            elif move == "failing update":
+                version = server.param_version
+                with pytest.raises(OSError):
+                    await server.update_weights(b"", version + 1)
+            else:
+                await getattr(server, move)()
+
+    async def check() -> None:
+        await asyncio.gather(*map(call, callers))
+        if not server._closed_by:
+            assert not server.engine.paused and not server.engine.asleep
+        assert "sleep" in server._closed_by or not server.engine.asleep
+        await asyncio.gather(*map(call, [["wake_up"], ["resume"], ["update"]]))
+        assert not server._closed_by and not server.engine.paused and not server.engine.asleep
+
+    asyncio.run(check())
+
+
+# ---- Noise and sampling ----------------------------------------------------------------------------------------------
+
+
+def splitmix64(x: int) -> int:
+    """One step of splitmix64 (Steele, Lea and Flood, 2014), in plain Python."""
+    x = (x + 0x9E3779B97F4A7C15) % 2**64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    return x ^ (x >> 31)
+
+
+def chi_square_is_small(observed: np.ndarray, expected: np.ndarray) -> bool:
+    """Whether Pearson's statistic lies within 4 standard deviations of its mean, degrees of freedom."""
+    freedom = len(observed) - 1
+    return ((observed - expected) ** 2 / expected).sum() < freedom + 4 * math.sqrt(2 * freedom)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 2**31 - 1)), min_size=1, max_size=20), st.randoms())
+def test_noise_is_a_function_of_seed_and_position_alone(pairs: list[tuple[int, int]], rng: Any) -> None:
+    """Whatever the company and the order, and equal to the plain-Python truth; strictly between 0 and 1."""
+    rng.shuffle(pairs)
+    seeds, positions = np.array(pairs, np.uint64).T
+    noise = uniform_noise(seeds, positions)
+    assert noise.tolist() == [((splitmix64(splitmix64(s) ^ p) >> 32) + 0.5) / 2**32 for s, p in pairs]
+    assert all(0 < u < 1 for u in noise) and 0.5 / 2**32 > 0 and 1 - 0.5 / 2**32 < 1
+
+
+def test_noise_of_two_positions_two_seeds_and_two_rollouts_is_uncorrelated() -> None:
+    """|r| below 4 standard errors over 20,000 pairs, and the values fill 50 cells evenly."""
+    n = 20_000
+    one_seed = uniform_noise(np.full(n, 7), np.arange(n))
+    one_position = uniform_noise(np.arange(n), np.full(n, 7))
+    pairs = {
+        "a position and the next": (one_seed[:-1], one_seed[1:]),
+        "a position and one 64 later": (one_seed[:-64], one_seed[64:]),
+        "a seed and the next, at one position": (one_position[:-1], one_position[1:]),
+        "two seeds, over all positions": (one_seed, uniform_noise(np.full(n, 8), np.arange(n))),
+        "seed and position exchanged": (one_seed, one_position),
+        "seed plus one and position plus one": (one_seed[1:], uniform_noise(np.full(n, 8), np.arange(n))[:-1]),
+    }
+    for name, (x, y) in pairs.items():
+        assert abs(np.corrcoef(x, y)[0, 1]) < 4 / math.sqrt(n), name
+        joint = np.histogram2d(x, y, bins=5, range=[[0, 1], [0, 1]])[0].ravel()
+        assert chi_square_is_small(joint, np.full(25, len(x) / 25)), name
+    for u in (one_seed, one_position):
+        assert chi_square_is_small(np.histogram(u, 50, (0, 1))[0], np.full(50, n / 50))
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+def test_the_sampler_is_a_sampler(temperature: float) -> None:
+    """20,000 draws pass a chi-square test against the softmax, over positions as well as over seeds."""
+    n, probs = 20_000, (torch.randn(40, generator=torch.Generator().manual_seed(1)) / temperature).softmax(0)
+    for seeds, positions in ((np.full(n, 3), np.arange(n)), (np.arange(n), np.full(n, 100))):
+        drawn = inverse_cdf(probs.expand(n, -1), torch.from_numpy(uniform_noise(seeds, positions)))
+        assert chi_square_is_small(np.bincount(drawn, minlength=40), probs.double().numpy() * n)
+
+
+WEIGHTS = st.lists(st.sampled_from([0.0, 0.0, 1e-30, 1e-9, 0.1, 0.25, 1.0]), min_size=1, max_size=9).filter(any)
+U = st.integers(0, 2**32 - 1).map(lambda i: (i + 0.5) / 2**32)  # what uniform_noise can give
+
+
+@given(WEIGHTS, U)
+@example([0.0, 1.0, 0.0], 0.5 / 2**32)
+@example([0.0, 1.0, 0.0], 1 - 0.5 / 2**32)
+def test_inverse_cdf_equals_a_plain_loop_and_never_picks_an_impossible_token(weights: list[float], u: float) -> None:
+    """The first token at which the sum of probabilities, in float64, reaches u of the total."""
+    probs = torch.tensor([weights, weights[::-1]], dtype=torch.float32)
+    for row, picked in zip(probs, inverse_cdf(probs, torch.tensor([u, u], dtype=torch.float64)), strict=True):
+        threshold, total = u * sum(row.tolist()), 0.0
+        for token, p in enumerate(row.tolist()):
+            total += p
+            if total >= threshold:
+                assert picked == token and p > 0
+                break
+
+
+# ---- The file --------------------------------------------------------------------------------------------------------
+
+
+def test_the_examples_in_the_docstrings_run() -> None:
+    """The docstrings of partial_rollout say what it does."""
+    result = doctest.testmod(partial_rollout)
+    assert result.attempted >= 2 and not result.failed
+
+
+def test_the_file_works_alone(tmp_path: Path) -> None:
+    """Copied into an empty folder it can be imported without vLLM, Ray or torch, and its demo runs."""
+    shutil.copy(partial_rollout.__file__, tmp_path)
+    program = (
+        "import sys; sys.modules.update(vllm=None, ray=None, torch=None, numpy=None, transformers=None)\n"
+        "import runpy; runpy.run_path('partial_rollout.py', run_name='__main__')"
+    )
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "cut at each place: the same" in done.stdout
+    assert "weights changed at two cuts: spans ((0, 5), (1, 4), (2," in done.stdout
+
+
+# ---- Part 2: the real engine -----------------------------------------------------------------------------------------
+
+CORPUS = (
+    "the quick brown fox jumps over the lazy dog. she sells sea shells by the sea shore. how much wood would a woodchuck chuck "
+    "if a woodchuck could chuck wood? peter piper picked a peck of pickled peppers. 12 + 34 = 46, so the answer is 46.\n"
+)
+CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+MAX_MODEL_LEN = 256
+
+
+def tiny_tokenizer() -> Any:
+    """Byte-level BPE over printable ASCII, with a chat template and two ids that end a response."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = ["<pad>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+    alphabet = [*map(chr, range(33, 127)), "Ġ", "Ċ"]  # how byte-level BPE writes a space and a newline
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    bpe.train_from_iterator([CORPUS] * 4, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<pad>", chat_template=CHAT)
+
+
+def tiny_llama(vocab_size: int, tied: bool, seed: int = 0) -> Any:
+    """Random weights, large enough for text that varies: with the usual 0.02 greedy decoding repeats one token."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        **{"vocab_size": vocab_size, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32},
+        **{"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": MAX_MODEL_LEN},
+        **{"tie_word_embeddings": tied, "bos_token_id": None, "eos_token_id": [2, 3], "pad_token_id": 0},
+    )
+    model, noise = LlamaForCausalLM(config).eval(), torch.Generator().manual_seed(seed)
+    for weight in model.parameters():
+        if weight.ndim == 2:
+            std = 0.3 if len(weight) == vocab_size else 2 / math.sqrt(weight.shape[1])
+            torch.nn.init.normal_(weight, std=std, generator=noise)
+    return model
+
+
+def weights_of(model: Any) -> bytes:
+    """What update_weights takes: a safetensors file, a tied head left out."""
+    from safetensors.torch import save
+
+    left_out = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    return save({name: weight.contiguous() for name, weight in model.state_dict().items() if name not in left_out})
+
+
+class Engine:
+    """A VLLMServer in this process, the transformers model that it serves, and short ways to ask both."""
+
+    def __init__(self, wait: Callable[[Any], Any], folder: Path, tokenizer: Any, model: Any, **engine_args: Any) -> None:
+        tokenizer.save_pretrained(folder)
+        model.save_pretrained(folder)
+        self.wait, self.tokenizer, self.model = wait, tokenizer, model
+
+        engine_args = {
+            **{"dtype": "float32", "enforce_eager": True, "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 64, "block_size": 32},
+            **{"kv_cache_memory_bytes": 256 << 20, **engine_args},
+        }
+        cores = os.sched_getaffinity(0)
+
+        async def start() -> VLLMServer:
+            server = VLLMServer(str(folder), seed=1, cores=[max(cores)], **engine_args)
+            self.facts = await server.ready()
+            return server
+
+        self.server: VLLMServer = wait(start())
+        for thread in os.listdir("/proc/self/task"):  # the server pinned this process, too
+            os.sched_setaffinity(int(thread), cores)
+
+    async def close(self) -> None:
+        await self.server.shutdown()
+        del self.server.engine  # its __del__ needs an interpreter that is still whole
+
+    def request(self, prompt_ids: list[int], **params: Any) -> Any:
+        """A coroutine that gives (token_ids, logprobs, is_cancel)."""
+        more = {key: params.pop(key) for key in ("ticket", "param_version") if key in params}
+        return self.server.generate_for_partial(f"r{random.random()}", prompt_ids=prompt_ids, sampling_params=params, **more)
+
+    def respond(self, params: dict[str, Any], question: str = "how much wood?", output: Any = None, **limits: Any) -> Any:
+        """A coroutine that gives an AgentLoopOutput, resumed and resumed until it is complete."""
+        limits = {"response_length": 200, "max_model_len": MAX_MODEL_LEN, "eos_token_ids": [2, 3]} | limits
+        loop = PartialSingleTurnAgentLoop(LLMServerManager([self.server]), self.tokenizer, **limits)
+
+        async def until_complete() -> AgentLoopOutput:
+            result = output
+            while result is None or result.is_cancel:
+                version, raw_prompt = self.server.param_version, [{"role": "user", "content": question}]
+                result = await loop.run(params, raw_prompt=raw_prompt, output=result, param_version=version)
+                await asyncio.sleep(0.01)
+            return result
+
+        return until_complete()
+
+    def all(self, requests: Sequence[Any]) -> list[Any]:
+        async def gather() -> list[Any]:
+            return await asyncio.gather(*requests)
+
+        return self.wait(gather())
+
+    def among_others(self, requests: Sequence[Any]) -> list[Any]:
+        """The same, in the company of 32 requests that have nothing to do with them."""
+        others = [self.request(prompt(3 + i), temperature=1.0, max_tokens=9 + i, ignore_eos=True) for i in range(32)]
+        return self.all([*requests, *others])[: len(requests)]
+
+    def update(self, model: Any, param_version: int) -> None:
+        self.wait(self.server.update_weights(weights_of(model), param_version))
+        self.model = model
+
+    def logprobs(self, prompt_ids: list[int], ids: list[int], temperature: float = 1.0, bias: Any = None) -> torch.Tensor:
+        """The truth, by transformers: log_softmax((logits + bias) / T) at each token; (len(ids), vocabulary)."""
+        with torch.no_grad():
+            logits = self.model(torch.tensor([prompt_ids + ids])).logits[0, len(prompt_ids) - 1 : -1].double()
+        for token, x in (bias or {}).items():
+            logits[:, token] += x
+        return (logits / temperature).log_softmax(-1)
+
+    def is_greedy(self, prompt_ids: list[int], ids: list[int]) -> bool:
+        """The truth, by transformers: whether each token is the likeliest after those before it."""
+        return ids == self.logprobs(prompt_ids, ids).argmax(-1).tolist()
+
+
+def prompt(n: int) -> list[int]:
+    """n token ids, always the same for the same n."""
+    rng = random.Random(n)
+    return [rng.randrange(4, 150) for _ in range(n)]
+
+
+def distance(xs: Sequence[float], ys: Sequence[float]) -> float:
+    return max((abs(x - y) for x, y in zip(xs, ys, strict=True)), default=0.0)
+
+
+@pytest.fixture(scope="module")
+def wait() -> Iterator[Callable[[Any], Any]]:
+    """One event loop for all engines of this module; what waits longer than five minutes, hangs."""
+    environment = dict(os.environ)
+    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    with asyncio.Runner() as runner:
+        yield lambda request: runner.run(asyncio.wait_for(request, timeout=300))
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+@pytest.fixture(scope="module")
+def engine(wait: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """Tied embeddings, prefix cache on: what a small model has, and what vLLM does by itself."""
+    tokenizer = tiny_tokenizer()
+    engine = Engine(wait, tmp_path_factory.mktemp("tied"), tokenizer, tiny_llama(len(tokenizer), tied=True))
+    yield engine
+    wait(engine.close())
+
+
+@pytest.fixture(scope="module")
+def other(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """The same function from another engine: untied, the head a copy of the embedding; no prefix cache; other blocks."""
+    model = tiny_llama(len(engine.tokenizer), tied=False)
+    model.load_state_dict(tiny_llama(len(engine.tokenizer), tied=True).state_dict())
+    folder = tmp_path_factory.mktemp("untied")
+    other = Engine(engine.wait, folder, engine.tokenizer, model, enable_prefix_caching=False, block_size=64)
+    yield other
+    engine.wait(other.close())
+
+
+@pytest.fixture
+def first_weights(engine: Engine) -> Iterator[None]:
+    """Whatever weights a test leaves, the next finds those of the beginning."""
+    model = engine.model
+    yield
+    engine.update(model, engine.server.param_version + 1)
+
+
+SPLITS = [1, 2, 7, 15, 16, 17, 30, 31, 32, 33, 47]  # with prompts of 5 to 33 tokens: before, at and after the ends of blocks
+PROMPTS = [prompt(n) for n in (5, 16, 17, 31, 33)]
+
+
+def whole_responses(engine: Engine, temperature: float) -> list[tuple[list[int], list[float], bool]]:
+    params = {"temperature": temperature, "max_tokens": 48, "ignore_eos": True}
+    wholes = engine.all([engine.request(ids, seed=i, **params) for i, ids in enumerate(PROMPTS)])
+    assert all(len(ids) == len(logprobs) == 48 and not is_cancel for ids, logprobs, is_cancel in wholes)
+    assert all(len(set(ids)) > 5 for ids, _, _ in wholes), "text that does not vary shows nothing"
+    return wholes
+
+
+def rest(engine: Engine, i: int, whole: Any, cut: int, end: int = 48, **params: Any) -> Any:
+    """The request for tokens cut..end of response i."""
+    return engine.request(PROMPTS[i] + whole[0][:cut], seed=i, max_tokens=end - cut, ignore_eos=True, **params)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_resumed_request_gives_the_tokens_of_the_uninterrupted_one(engine: Engine, temperature: float) -> None:
+    """prompt + tokens so far as the new prompt: the same ids, logprobs within 1e-4; alone, and among 32 others."""
+    wholes = whole_responses(engine, temperature)
+    alone = [(i, cut) for i in (0, 3) for cut in (1, 16, 33, 47)]
+    rests = [engine.wait(rest(engine, i, wholes[i], cut, temperature=temperature)) for i, cut in alone]
+    company = [(i, cut) for i in range(len(PROMPTS)) for cut in SPLITS]
+    rests += engine.among_others([rest(engine, i, wholes[i], cut, temperature=temperature) for i, cut in company])
+    for (i, cut), (ids, logprobs, _) in zip(alone + company, rests, strict=True):
+        assert ids == wholes[i][0][cut:], f"prompt {i} cut at {cut}"
+        assert distance(logprobs, wholes[i][1][cut:]) < 1e-4, f"prompt {i} cut at {cut}"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_response_may_be_resumed_on_another_server(engine: Engine, other: Engine, temperature: float) -> None:
+    """Three cuts at random places, each piece from the other server: the same ids, logprobs within 1e-4."""
+    wholes, rng = whole_responses(engine, temperature), random.Random(1)
+    for i, (ids, logprobs, _) in enumerate(wholes):
+        cuts = [0, *sorted(rng.sample(range(1, 48), 3)), 48]
+        pieces = [
+            rest((other, engine)[n % 2], i, (ids,), cut, end, temperature=temperature)
+            for n, (cut, end) in enumerate(itertools.pairwise(cuts))
+        ]
+        pieces = engine.all(pieces)
+        assert [token for piece, _, _ in pieces for token in piece] == ids
+        assert distance([x for _, piece, _ in pieces for x in piece], logprobs) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "temperature, filters",
+    [
+        *[(temperature, filters) for temperature in (0.7, 1.0, 1.3) for filters in ({}, {"top_k": 5}, {"top_p": 0.8})],
+        *[(0.7, {"logit_bias": {50: 5.0}}), (0.0, {}), (0.0, {"logit_bias": {50: 5.0}})],
+    ],
+)
+def test_logprobs_are_those_of_the_distribution_that_was_sampled(engine: Engine, temperature: float, filters: Any) -> None:
+    """log_softmax(logits / T) of transformers within 1e-3, over the tokens that top-k and top-p leave; no noise is in them."""
+    params = {"temperature": temperature, "max_tokens": 40, "ignore_eos": True, **filters}
+    results = engine.all([engine.request(ids, seed=i, **params) for i, ids in enumerate(PROMPTS)])
+    for prompt_ids, (ids, logprobs, _) in zip(PROMPTS, results, strict=True):
+        truth = engine.logprobs(prompt_ids, ids, temperature or 1.0, filters.get("logit_bias"))  # greedy counts as T = 1
+        ordered, order = truth.sort(descending=True)
+        before = ordered.exp().cumsum(-1) - ordered.exp()  # probability of the likelier ones
+        kept = (before < filters.get("top_p", 1.0)) & (torch.arange(truth.shape[1]) < filters.get("top_k", truth.shape[1]))
+        truth = truth.masked_fill(~torch.zeros_like(kept).scatter(1, order, kept), -math.inf).log_softmax(-1)
+        assert distance(logprobs, truth[range(40), ids].tolist()) < 1e-3
+
+
+def test_tokens_depend_on_the_seed_and_not_on_the_company(engine: Engine) -> None:
+    """The same seed gives the same tokens alone and in a crowd; another seed, and no seed, other ones."""
+    params = {"temperature": 1.0, "max_tokens": 24, "ignore_eos": True}
+    alone = [engine.wait(engine.request(prompt(9), seed=seed, **params))[0] for seed in (1, 2)]
+    crowd = engine.among_others([engine.request(prompt(9), seed=seed, **params) for seed in (1, 2, 3, 2**62)])
+    assert [ids for ids, _, _ in crowd[:2]] == alone
+    unseeded = engine.all([engine.request(prompt(9), **params) for _ in range(8)])
+    assert len({tuple(ids) for ids, _, _ in crowd + unseeded}) == 12, "no two alike: a group must not be filled with twins"
+
+
+def test_the_first_tokens_of_many_seeds_follow_the_softmax(engine: Engine) -> None:
+    """Chi-square of 1,000 first tokens by the whole engine against transformers."""
+    params = {"temperature": 1.0, "max_tokens": 1, "ignore_eos": True}
+    results = engine.all([engine.request(prompt(9), seed=seed, **params) for seed in range(1000)])
+    counts = np.bincount([ids[0] for ids, _, _ in results], minlength=len(engine.tokenizer))
+    expected = engine.logprobs(prompt(9), [0])[0].exp().numpy() * 1000
+    common = expected > 5  # the rest counts as one token, as is usual
+    pool = [[*x[common], x[~common].sum()] for x in (counts, expected)]
+    assert chi_square_is_small(*map(np.array, pool))
+
+
+def test_a_stop_string_cuts_at_the_same_place_split_or_not(engine: Engine) -> None:
+    """Every split, those inside the stop string too; and the cut is where the text first has it."""
+    params = {"temperature": 1.0, "seed": 4, "ignore_eos": True}
+    free = engine.wait(engine.respond(params, response_length=40))
+    decode = functools.partial(engine.tokenizer.decode, skip_special_tokens=True)
+    text = decode(free.response_ids)
+    params["stop"] = ["never said", text[len(text) // 2 : len(text) // 2 + 6]]
+    whole = engine.wait(engine.respond(params, response_length=40))
+    n = len(whole.response_ids)
+    assert 1 < n < 40 and whole.stop_reason == "stop" and whole.response_ids == free.response_ids[:n]
+    assert n == first_stop(free.response_ids, params["stop"], 0, decode)
+    check_all_splits(engine, params, whole, range(1, n), response_length=40)
+
+
+def check_all_splits(engine: Engine, params: Any, whole: AgentLoopOutput, splits: Sequence[int], **limits: Any) -> None:
+    def begun(cut: int) -> AgentLoopOutput:
+        ids, logprobs = whole.response_ids[:cut], whole.response_logprobs[:cut]
+        return AgentLoopOutput(whole.prompt_ids, ids, [1] * cut, logprobs, ((engine.server.param_version, cut),), "abort")
+
+    resumed = engine.among_others([engine.respond(params, output=begun(cut), **limits) for cut in splits])
+    for cut, result in zip(splits, resumed, strict=True):
+        assert (result.response_ids, result.stop_reason) == (whole.response_ids, whole.stop_reason), f"cut at {cut}"
+        assert distance(result.response_logprobs, whole.response_logprobs) < 1e-4, f"cut at {cut}"
+
+
+@pytest.mark.parametrize("extra", [{}, {"repetition_penalty": 1.3}, {"top_k": 20, "min_p": 0.01}, {"logit_bias": {50: 3.0}}])
+def test_min_tokens_count_from_the_start_of_the_response_split_or_not(engine: Engine, extra: Any) -> None:
+    """A token that ends the response is held off for min_tokens, whichever request is at work; other parameters survive too."""
+    params = {"temperature": 1.0, "seed": 5, "min_tokens": 20, **extra}
+    free = engine.wait(engine.respond(params | {"ignore_eos": True, "min_tokens": 0}, response_length=40))
+    params["stop_token_ids"] = [free.response_ids[5], free.response_ids[30]]
+    whole = engine.wait(engine.respond(params, response_length=40))
+    ends = {2, 3, *params["stop_token_ids"]}
+    assert len(whole.response_ids) >= 20 and not ends & set(whole.response_ids[:20]), "held off"
+    check_all_splits(engine, params, whole, range(1, len(whole.response_ids), 2), response_length=40)
+
+
+async def cut_again_and_again(server: VLLMServer, done: Callable[[], bool]) -> None:
+    while not done():
+        await asyncio.sleep(0.1)
+        await server.cancel()
+        await server.resume()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_cancels_in_flight_lose_nothing(engine: Engine, temperature: float) -> None:
+    """8 responses, cancelled and resumed until they are complete, equal the uninterrupted ones, EOS and all."""
+    params = [{"temperature": temperature, "seed": seed, "ignore_eos": seed % 2 == 0} for seed in range(8)]
+    questions = [f"how much is {seed} + {seed}?" for seed in range(8)]
+
+    def responses() -> list[Any]:
+        return [engine.respond(p, q, response_length=120) for p, q in zip(params, questions, strict=True)]
+
+    wholes = engine.all(responses())
+
+    async def disturbed() -> list[AgentLoopOutput]:
+        disturbed = asyncio.gather(*responses())
+        await cut_again_and_again(engine.server, disturbed.done)
+        return await disturbed
+
+    cut = engine.wait(disturbed())
+    assert sum(output.metrics["num_calls"] for output in cut) > 8, "nothing was cut"
+    assert cut == [
+        AgentLoopOutput(w.prompt_ids, w.response_ids, w.response_mask, c.response_logprobs, w.spans, w.stop_reason)
+        for w, c in zip(wholes, cut, strict=True)
+    ]
+    assert max(distance(c.response_logprobs, w.response_logprobs) for c, w in zip(cut, wholes, strict=True)) < 1e-4
+
+
+def test_a_cancelled_request_returns_what_it_has_and_the_closed_door_returns_nothing(engine: Engine) -> None:
+    """Tokens so far, True; then ([], [], True) at once for whoever arrives, with a ticket too; nothing is left behind."""
+    params = {"temperature": 1.0, "seed": 6, "ignore_eos": True}
+
+    async def check() -> None:
+        whole = await engine.request(prompt(9), max_tokens=240, **params)
+        cut, patience = ([], [], True), 0.05
+        while not cut[0]:  # a cancel may come before the first token
+            task = asyncio.ensure_future(engine.request(prompt(9), max_tokens=240, **params))
+            await asyncio.sleep(patience)
+            await engine.server.cancel()
+            cut, patience = await task, patience * 2
+            for more in ({}, {"ticket": ("a batch", 0, 2)}, {"param_version": engine.server.param_version}):
+                refused = engine.request(prompt(9), max_tokens=9, **params, **more)
+                assert await asyncio.wait_for(refused, 10) == ([], [], True)
+            assert not engine.server.engine.output_processor.has_unfinished_requests() and not engine.server._batches
+            await engine.server.resume()
+        ids, logprobs, is_cancel = cut
+        assert is_cancel and 0 < len(ids) < 240
+        assert ids == whole[0][: len(ids)] and distance(logprobs, whole[1][: len(ids)]) < 1e-4
+
+    engine.wait(check())
+
+
+def test_a_request_for_other_weights_is_sent_back(engine: Engine) -> None:
+    """Older or newer than the server's: ([], [], True); its own version and None are served."""
+    version = engine.server.param_version
+    answers = engine.all(
+        [engine.request(prompt(9), max_tokens=2, param_version=v) for v in (version - 1, version + 1, version, None)]
+    )
+    assert answers[:2] == [([], [], True)] * 2 and [len(ids) for ids, _, _ in answers[2:]] == [2, 2]
+
+
+def test_a_batch_with_tickets_is_repeatable_to_the_bit(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """24 requests, sent in any order, give the very same logprobs each time: they enter together, by index."""
+    add, entered = engine.server.engine.add_request, []
+
+    async def add_request(request_id: str, prompt: Any, params: Any) -> Any:
+        entered.append(len(prompt["prompt_token_ids"]))
+        assert await engine.server.engine.is_paused(), "the engine took a step before all were in"
+        return await add(request_id, prompt, params)
+
+    monkeypatch.setattr(engine.server.engine, "add_request", add_request)
+
+    def batch(name: str) -> list[Any]:
+        order = random.Random(name).sample(range(24), 24)
+        params = {"temperature": 1.0, "ignore_eos": True}
+        requests = [engine.request(prompt(5 + i), seed=i, max_tokens=10 + i, ticket=(name, i, 24), **params) for i in order]
+        engine.wait(engine.server.clear_kv_cache())
+        return [result for _, result in sorted(zip(order, engine.all(requests), strict=True), key=lambda pair: pair[0])]
+
+    first = batch("monday")
+    assert batch("tuesday") == first and not engine.server._batches
+    assert entered == [5 + i for i in range(24)] * 2
+
+
+def test_a_batch_that_stays_incomplete_starts_all_the_same(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After some patience those that are there go in; a member that gave up in the meantime is not among them."""
+    take = engine.server._take_batch
+    monkeypatch.setattr(engine.server, "_take_batch", lambda ticket, put_in: take(ticket, put_in, patience_s=0.5))
+
+    async def check() -> None:
+        there, gone = (
+            asyncio.ensure_future(engine.request(prompt(9), max_tokens=n, ignore_eos=True, ticket=("b", n, 3)))
+            for n in (3, 240)
+        )
+        await asyncio.sleep(0.1)
+        gone.cancel()
+        assert len((await there)[0]) == 3 and gone.cancelled()
+        assert not engine.server.engine.output_processor.has_unfinished_requests() and not engine.server._batches
+
+    engine.wait(check())
+
+
+def test_a_caller_that_gives_up_frees_its_request(engine: Engine) -> None:
+    """A cancelled task does not leave a request behind that no one waits for."""
+
+    async def check() -> None:
+        task = asyncio.ensure_future(engine.request(prompt(9), max_tokens=240, ignore_eos=True))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not engine.server.engine.output_processor.has_unfinished_requests()
+        await engine.server.clear_kv_cache()
+
+    engine.wait(check())
+
+
+def test_the_cache_is_cleared_when_idle_and_never_silently_not(engine: Engine) -> None:
+    """While a request holds blocks vLLM refuses, and so do we: a cache believed to be clear would be a stale one."""
+
+    async def check() -> None:
+        await engine.server.clear_kv_cache()
+        task = asyncio.ensure_future(engine.request(prompt(40), max_tokens=100, ignore_eos=True))
+        await asyncio.sleep(0.05)
+        await engine.server.engine.pause_generation(mode="keep", clear_cache=False)  # the request stays, at any speed
+        with pytest.raises(RuntimeError, match="refused to clear its prefix cache"):
+            await engine.server.clear_kv_cache()
+        await engine.server.engine.resume_generation()
+        assert len((await task)[0]) == 100
+
+    engine.wait(check())
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+def test_new_weights_are_really_the_new_ones(kind: str, request: pytest.FixtureRequest) -> None:
+    """Greedy decoding equals transformers with the new weights, the head included; a second update as well as a first."""
+    served = request.getfixturevalue({"tied": "engine", "untied": "other"}[kind])
+    first = served.model
+    for model in (first, *(tiny_llama(len(served.tokenizer), tied=kind == "tied", seed=seed) for seed in (1, 2)), first):
+        version = served.server.param_version + 1
+        served.update(model, version)
+        ids, logprobs, _ = served.wait(served.request(prompt(9), temperature=0, max_tokens=30, ignore_eos=True))
+        assert served.is_greedy(prompt(9), ids) and served.server.param_version == version
+        assert distance(logprobs, served.logprobs(prompt(9), ids)[range(30), ids].tolist()) < 1e-3
+
+
+def test_a_request_resumed_after_an_update_has_nothing_of_the_old_policy_in_it(engine: Engine, first_weights: None) -> None:
+    """From its first token on, ids and logprobs are those of transformers with the new weights on the whole prefix."""
+    old_ids, _, _ = engine.wait(engine.request(prompt(40), temperature=0, max_tokens=50, ignore_eos=True))
+    engine.update(tiny_llama(len(engine.tokenizer), tied=True, seed=3), engine.server.param_version + 1)
+    prefix = prompt(40) + old_ids
+    ids, logprobs, _ = engine.wait(engine.request(prefix, temperature=0, max_tokens=20, ignore_eos=True))
+    assert engine.is_greedy(prefix, ids)
+    assert distance(logprobs, engine.logprobs(prefix, ids)[range(20), ids].tolist()) < 1e-3
+
+
+def test_an_update_in_flight_cancels_and_the_spans_say_who_sampled_what(engine: Engine, first_weights: None) -> None:
+    """Each token of a response with several versions is likely under the policy of its span, to 1e-3."""
+    models = [engine.model, *(tiny_llama(len(engine.tokenizer), tied=True, seed=seed) for seed in (4, 5))]
+    start = engine.server.param_version
+
+    async def check() -> list[AgentLoopOutput]:
+        params = [{"temperature": 1.0, "seed": seed, "ignore_eos": True} for seed in range(4)]
+        responses = asyncio.gather(*[engine.respond(p) for p in params])
+        for i in (1, 2):
+            await asyncio.sleep(0.1)
+            await engine.server.update_weights(weights_of(models[i]), start + i)
+        return await responses
+
+    outputs = engine.wait(check())
+    assert any(len(output.spans) > 1 for output in outputs)
+    for output in outputs:
+        done = 0
+        for version, n in output.spans:
+            engine.model = models[version - start]
+            ids = output.response_ids[done : done + n]
+            truth = engine.logprobs(output.prompt_ids + output.response_ids[:done], ids)[range(n), ids].tolist()
+            assert distance(output.response_logprobs[done : done + n], truth) < 1e-3
+            done += n
+    engine.model = models[0]
+
+
+def test_an_update_that_changes_nothing_changes_no_token(engine: Engine) -> None:
+    """The packing of the weights is undone and redone; ids are the same and logprobs within 1e-4."""
+    before = whole_responses(engine, 1.0)
+    engine.update(engine.model, engine.server.param_version + 1)
+    for old, new in zip(before, whole_responses(engine, 1.0), strict=True):
+        assert old[0] == new[0] and distance(old[1], new[1]) < 1e-4
+
+
+def test_a_failed_update_closes_the_door_until_one_succeeds(engine: Engine) -> None:
+    """Weights that cannot be read are an error; until there are good ones, requests are sent back and do not hang."""
+    version = engine.server.param_version
+    with pytest.raises(Exception, match=r"(?i)safetensor|header"):
+        engine.wait(engine.server.update_weights(b"not a safetensors file", version + 1))
+    assert engine.server.param_version == version
+    assert engine.wait(engine.request(prompt(9), max_tokens=2)) == ([], [], True)
+    engine.wait(engine.server.resume())
+    assert engine.wait(engine.request(prompt(9), max_tokens=2)) == ([], [], True)
+    engine.update(engine.model, version + 1)
+    assert len(engine.wait(engine.request(prompt(9), max_tokens=2))[0]) == 2
+
+
+def test_cancel_resume_sleep_and_update_may_come_in_any_order_from_anyone(engine: Engine) -> None:
+    """Four callers at once, each with its own order: the server stays usable and 12 responses come out uninterrupted."""
+    params = [{"temperature": 1.0, "seed": seed} for seed in range(12)]
+    wholes = engine.all([engine.respond(p) for p in params])
+    server, weights = engine.server, weights_of(engine.model)
+    moves = {
+        "cancel": server.cancel,
+        "resume": server.resume,
+        "sleep": server.sleep,
+        "wake_up": server.wake_up,
+        "update": lambda: server.update_weights(weights, server.param_version + 1),
+    }
+
+    async def disturb(seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(8):
+            await asyncio.sleep(rng.choice([0, 0.01, 0.1]))
+            await moves[rng.choice(list(moves))]()
+
+    async def check() -> list[AgentLoopOutput]:
+        responses = asyncio.gather(*[engine.respond(p) for p in params])
+        await asyncio.gather(*[disturb(seed) for seed in range(4)])
+        await asyncio.gather(server.wake_up(), server.resume(), server.resume())  # all reasons, in any order
+        return await responses
+
+    outputs = engine.wait(check())
+    assert [(o.response_ids, o.stop_reason) for o in outputs] == [(w.response_ids, w.stop_reason) for w in wholes]
+    assert max(distance(o.response_logprobs, w.response_logprobs) for o, w in zip(outputs, wholes, strict=True)) < 1e-4
+
+
+def test_a_server_that_is_both_cancelled_and_asleep_opens_when_both_are_over(engine: Engine) -> None:
+    """cancel and sleep are two reasons to be closed: repeating one does not count twice, ending one does not end the other."""
+    server = engine.server
+
+    async def served() -> bool:
+        return bool((await engine.request(prompt(9), max_tokens=1, ignore_eos=True))[0])
+
+    async def check() -> list[bool]:
+        moves = [server.cancel, server.cancel, server.sleep, server.resume, server.cancel, server.wake_up, server.resume]
+        return [await served() for move in [*moves, server.wake_up] if await move() is None]
+
+    assert engine.wait(check()) == [False] * 6 + [True, True]
+
+
+def test_generate_is_for_requests_that_run_to_their_end(engine: Engine) -> None:
+    """(token_ids, logprobs); a cancel is an error."""
+    params = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
+
+    async def check() -> None:
+        ids, logprobs = await engine.server.generate("g", prompt_ids=prompt(9), sampling_params=params)
+        assert len(ids) == len(logprobs) == 4 and engine.is_greedy(prompt(9), ids)
+        await engine.server.cancel()
+        with pytest.raises(RuntimeError, match="request g was cancelled after 0 tokens"):
+            await engine.server.generate("g", prompt_ids=prompt(9), sampling_params=params)
+        await engine.server.resume()
+
+    engine.wait(check())
+
+
+def test_the_server_says_where_it_runs(engine: Engine) -> None:
+    """One thread on the core that it was given, in a process of its own."""
+    assert engine.facts["cores"] == [max(os.sched_getaffinity(0))] and engine.facts["threads"] == 1
+    assert engine.facts["pid"] != os.getpid()
+
+
+def test_the_private_parts_of_vllm_are_where_they_were(engine: Engine) -> None:
+    """All that WorkerExtension reaches into, by name: if vLLM moves one, this says which."""
+
+    def look(worker: Any) -> list[str]:
+        from vllm.model_executor.layers import utils
+
+        runner, missing = worker.model_runner, []
+        (name,) = list(runner.requests) or [None]
+        paths = {
+            "the sampler, with our forward": lambda: "install_sampler" in runner.sampler.topk_topp_sampler.forward.__qualname__,
+            "runner.requests[...].sampling_params": lambda: "noise_seed" in runner.requests[name].sampling_params.extra_args,
+            "runner.input_batch.req_ids": lambda: runner.input_batch.req_ids == [name],
+            "runner.input_batch.num_tokens_no_spec": lambda: 9 <= runner.input_batch.num_tokens_no_spec[0] <= 249,
+            "runner.reload_weights": lambda: callable(runner.reload_weights),
+            "lm_head.cpu_linear": lambda: callable(runner.get_model().lm_head.cpu_linear),
+            "dispatch_cpu_unquantized_gemm": lambda: callable(utils.dispatch_cpu_unquantized_gemm),
+        }
+        for path, is_there in paths.items():
+            try:
+                if not is_there():
+                    missing.append(f"{path}: something else is there")
+            except Exception as error:
+                missing.append(f"{path}: {type(error).__name__}: {error}")
+        return missing
+
+    async def check() -> list[str]:
+        task = asyncio.ensure_future(engine.request(prompt(9), max_tokens=240, ignore_eos=True))
+        await asyncio.sleep(0.05)
+        await engine.server.engine.pause_generation(mode="keep", clear_cache=False)
+        (missing,) = await engine.server.engine.collective_rpc(look)
+        await engine.server.engine.resume_generation()
+        await task
+        return missing
+
+    assert engine.wait(check()) == []
