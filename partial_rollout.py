@@ -594,7 +594,10 @@ class VLLMServer:
                 for _, put_in, entered in sorted(waiting, key=lambda entry: entry[0]):
                     if not entered.done():
                         outputs = await put_in()
-                        entered.cancelled() or entered.set_result(outputs)
+                        if not entered.cancelled():
+                            entered.set_result(outputs)
+                        elif outputs is not None:  # its caller gave up on the way in
+                            await self.engine.abort(outputs.request_id, internal=True)
             except Exception as error:  # whoever waits must hear of it, not only the caller that came last
                 for _, _, entered in waiting:
                     if not entered.done():

@@ -68,7 +68,7 @@ class Config:
     data: str = knob("", "what", 'folder with train.jsonl and test.jsonl of GSM8K, or "pocket" for generated problems')
     mode: L["one-step-off", "sync", "partial"] = knob("one-step-off", "what", "which of the loops in trainer.py")
     seed: int = knob(0, "what", "of problems, sampling and everything else; the same seed gives the same run")
-    steps: int = knob(30, "what", "updates of the policy")
+    steps: int = knob(20, "what", "updates of the policy")
 
     batch_size: int = knob(16, "training", "prompts per step")
     group_size: int = knob(8, "training", "responses per prompt, at least 2")
@@ -609,6 +609,7 @@ def start_ray(verbose: bool) -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: whatever else runs would go before the rollouts
     ray.init(
         num_cpus=os.cpu_count(),
+        _node_ip_address="127.0.0.1",
         include_dashboard=False,
         log_to_driver=verbose,
         logging_level="WARNING" if verbose else "ERROR",
@@ -1049,6 +1050,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     quiet_libraries("--verbose" in argv)
     run = None
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts us in the background has it ignored
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         config, why = parse_config(argv)

@@ -10,6 +10,7 @@ thousand weights, and has transformers for its truth.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
 import doctest
 import functools
@@ -637,13 +638,15 @@ def test_a_cancelled_request_goes_home() -> None:
             (home,) = [i for i, server in enumerate(servers) if request_id in server.waiting]
             return home, task, servers[home].waiting.pop(request_id)
 
-        await ask(manager, "other")  # server 0 has one more from here on
+        await ask(manager, "other")  # at server 0
         home, task, answer = await at("mine")
         answer.set_result(([7, 8], [-1.0, -1.0], True))
         assert (await task)[2] and home == 1
-        for _ in range(3):
-            await ask(manager, f"busy {_}")
-            await ask(manager, f"busy too {_}")
+        await ask(manager, "busy")
+        servers[0].waiting.pop("other").set_result(([1], [-1.0], False))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert manager.in_flight == [0, 1], "home is the busier one now"
         home, task, answer = await at("mine")
         answer.set_result(([], [], True))  # the door was closed
         assert home == 1 and await task == ([], [], True)
@@ -870,6 +873,7 @@ U = st.integers(0, 2**32 - 1).map(lambda i: (i + 0.5) / 2**32)  # what uniform_n
 @given(WEIGHTS, U)
 @example([0.0, 1.0, 0.0], 0.5 / 2**32)
 @example([0.0, 1.0, 0.0], 1 - 0.5 / 2**32)
+@example([1.0, 1.0], 0.5)  # the sum reaches u exactly
 def test_inverse_cdf_equals_a_plain_loop_and_never_picks_an_impossible_token(weights: list[float], u: float) -> None:
     """The first token at which the sum of probabilities, in float64, reaches u of the total."""
     probs = torch.tensor([weights, weights[::-1]], dtype=torch.float32)
@@ -880,6 +884,15 @@ def test_inverse_cdf_equals_a_plain_loop_and_never_picks_an_impossible_token(wei
             if total >= threshold:
                 assert picked == token and p > 0
                 break
+
+
+def test_a_large_vocabulary_does_not_shift_the_boundaries() -> None:
+    """50,000 probabilities are summed in float64, as a plain Python loop does: in float32 the sum drifts by whole tokens."""
+    probs = torch.rand(50_000, generator=torch.Generator().manual_seed(2))
+    cumulated = list(itertools.accumulate(probs.tolist()))
+    u = uniform_noise(np.arange(300), np.zeros(300))
+    picked = inverse_cdf(probs.expand(300, -1), torch.from_numpy(u))
+    assert picked.tolist() == [bisect.bisect_left(cumulated, x * cumulated[-1]) for x in u]
 
 
 # ---- The file --------------------------------------------------------------------------------------------------------
