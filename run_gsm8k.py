@@ -524,7 +524,6 @@ def quiet_libraries(verbose: bool) -> None:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-        os.environ.setdefault("TQDM_DISABLE_NESTED", "1")
 
 
 def check_companions() -> None:
@@ -562,10 +561,31 @@ def make_agent_loop(
 
 
 def check_model_path(model: str) -> None:
-    """Raises UsageError for what can only be a path, and is not there."""
-    if not Path(model).is_dir() and (model.startswith(("/", ".", "~")) or model.count("/") > 1):
-        mend = "python run_gsm8k.py --build-pocket makes it" if model == str(POCKET) else "give a folder or a hub name"
+    """Raises UsageError for what is neither a model folder, nor in the cache, nor to be had from the hub."""
+    import socket
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies
+
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if Path(model).is_dir():
+        if not (Path(model) / "config.json").exists():
+            raise UsageError(f"--model {model}: a folder without config.json is no Hugging Face model")
+        return
+    mend = "python run_gsm8k.py --build-pocket makes it" if model == str(POCKET) else "give a folder or a hub name"
+    if model.startswith(("/", ".", "~")) or model.count("/") > 1:
         raise UsageError(f"--model {model}: no such folder; {mend}")
+    try:
+        if isinstance(try_to_load_from_cache(model, "config.json"), str):
+            return
+    except ValueError as error:
+        raise UsageError(f"--model {model}: neither a folder nor a hub name; {mend}") from error
+    host = urlsplit(constants.ENDPOINT).hostname
+    try:  # the hub's own client tries for a minute before it says that there is no network
+        if not getproxies():
+            socket.create_connection((host, 443), timeout=5).close()
+    except OSError as error:
+        raise UsageError(f"--model {model}: no such folder, not in the cache, and {host} cannot be reached; {mend}") from error
 
 
 def load_tokenizer(model: str) -> tuple[Any, list[int]]:
@@ -654,6 +674,11 @@ class Run:
         self.folder = Path(config.out) / name
         if self.folder.exists() and not config.resume and any(self.folder.iterdir()):
             raise UsageError(f"{self.folder} exists already: choose another --name, or go on with it by --resume")
+        parent = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
+        if not (parent.is_dir() and os.access(parent, os.W_OK)):
+            raise UsageError(
+                f"cannot write to {self.folder}: {parent} is no folder that takes files; choose another with --out"
+            )
         self.checkpoints = self.folder / "checkpoints"
         self.resume_from = None
         if config.resume:
@@ -661,7 +686,8 @@ class Run:
 
             self.resume_from = newest_checkpoint(self.checkpoints, say)
         self.first_step = json.loads((self.resume_from / "state.json").read_text())["step"] if self.resume_from else 0
-        self.source = str(self.resume_from or config.model)
+        source = self.resume_from or Path(config.model)
+        self.source = str(source.resolve()) if source.is_dir() else config.model  # workers have other working directories
         self.lengths = model_lengths(self.source, config)
 
     def _look_at_model(self) -> None:

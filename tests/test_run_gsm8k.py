@@ -146,6 +146,8 @@ def test_each_response_has_a_seed_of_its_own_that_depends_on_nothing_else() -> N
         (["--temperature", "0"], "--temperature 0.0: give a number above 0"),
         (["--learning-rate", "nan"], "--learning-rate nan: give a number above 0"),
         (["--model", "./nowhere"], "--model ./nowhere: no such folder; give a folder or a hub name"),
+        (["--model", "a b"], "--model a b: neither a folder nor a hub name"),
+        (["--model", str(Path(__file__).parent)], "a folder without config.json is no Hugging Face model"),
         (["--data", "nowhere"], "--data nowhere: no such folder"),
         (["--response-length", "2000"], "--response-length 2000 do not fit in the 1024 tokens of"),
         (["--prompt-length", "5"], "--prompt-length 5: a prompt has"),
