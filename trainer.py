@@ -641,14 +641,14 @@ async def fit_partial(parts: Parts, *, batch_size: int, max_staleness: int) -> N
     pool = GroupPool(batch_size, max_staleness, total=parts.steps * batch_size)
     in_flight: dict[Any, int] = {}
 
-    def dispatch(started: float) -> None:
+    def dispatch() -> None:
         groups = pool.resumable()
         groups |= {number: parts.group(number) for number in pool.admit(parts.trainer.param_version)}
         in_flight.update(zip(parts.generate_groups(list(groups.values())), groups, strict=True))
 
     sync_s = await parts.timed_sync()
     wave = time.perf_counter()
-    dispatch(wave)
+    dispatch()
     try:
         for t in range(parts.steps):
             start = time.perf_counter()
@@ -672,7 +672,7 @@ async def fit_partial(parts: Parts, *, batch_size: int, max_staleness: int) -> N
             parts.timeline.add("sync", f"sync {version + 1}", syncing, time.perf_counter(), version + 1)
             evaluation = await parts.evaluated(t + 1)
             wave = time.perf_counter()
-            dispatch(wave)
+            dispatch()
 
             step_s = time.perf_counter() - start
             times = step_times(step_s - sync_s, wait_s, train_s, sync_s, step_s)
