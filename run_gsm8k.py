@@ -1010,6 +1010,7 @@ def draw_curve(rows: Sequence[dict[str, float]], path: Path) -> None:
     ):
         axis.plot(xs, [row["reward"] for row in rows], color=OKABE_ITO[0], label="mean reward of the batch")
         axis.set(xlabel=label, ylabel="reward", ylim=(0, 1.02))
+        axis.xaxis.get_major_locator().set_params(integer=True)
         length = axis.twinx()
         length.plot(xs, [row["response_length/mean"] for row in rows], color=OKABE_ITO[1], linestyle="--")
         length.set_ylabel("mean response length, tokens", color=OKABE_ITO[1])
@@ -1035,8 +1036,9 @@ def draw_timeline(spans: Sequence[tuple[str, str, float, float, int]], path: Pat
         if b > start and a < start + seconds:
             y = len(lanes) - 1 - lanes.index(lane)
             axis.barh(y, b - a, left=a, height=0.7, color=OKABE_ITO[version % len(OKABE_ITO)], edgecolor="white", linewidth=0.6)
-            if b - a > seconds / 25:
-                middle = (max(a, start) + min(b, start + seconds)) / 2
+            visible = min(b, start + seconds) - max(a, start)
+            if visible > seconds / 14:
+                middle = max(a, start) + visible / 2
                 axis.text(middle, y, name, ha="center", va="center", fontsize=8, color="white", clip_on=True)
     axis.set(xlim=(start, start + seconds), yticks=range(len(lanes)), yticklabels=lanes[::-1])
     axis.set_xlabel("seconds; one colour per version of the policy at work")
