@@ -407,7 +407,7 @@ def test_parameters_that_survive_a_cut_are_passed_on() -> None:
     assert manager.requests[0]["sampling_params"].items() >= params.items()
 
 
-@pytest.mark.parametrize("logprobs", [[-0.5, None], [-0.5], [-0.5] * 3])
+@pytest.mark.parametrize("logprobs", [[-0.5, None], [None, -0.5], [-0.5, math.nan], [-0.5, -math.inf], [-0.5], [-0.5] * 3])
 def test_a_missing_logprob_is_an_error(logprobs: list[float]) -> None:
     """Never 0.0, which would say that the token was certain."""
 

@@ -6,6 +6,7 @@ import doctest
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -230,13 +231,16 @@ def command(*argv: str, **kwargs: Any) -> subprocess.Popen:
 
 
 def metrics_of(folder: Path) -> list[dict[str, float]]:
-    """metrics.jsonl, times aside."""
+    """metrics.jsonl, times and evaluations aside."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if not key.startswith("time/")} for row in rows]
+    return [{key: value for key, value in row.items() if not key.startswith(("time/", "eval/"))} for row in rows]
 
 
 def test_a_run_trains_says_so_and_is_repeated_to_the_bit_after_a_kill(tmp_path: Path) -> None:
-    """One-step-off on real Ray and vLLM: staleness 0, 1, 1; all files; and a run killed -9 and resumed gives the same lines."""
+    """One-step-off on real Ray and vLLM: staleness 0, 1, 1; all files; and a run killed -9 and resumed gives the same lines.
+
+    The killed one is evaluated at every step, which must change nothing, and finds a checkpoint that is harmed.
+    """
     whole = command("--out", str(tmp_path), "--name", "whole")
     out, err = whole.communicate(timeout=240)
     assert whole.returncode == 0, err
@@ -247,7 +251,7 @@ def test_a_run_trains_says_so_and_is_repeated_to_the_bit_after_a_kill(tmp_path: 
     for name in ("curve.png", "timeline.png", "timeline.json", "samples.jsonl", "config.json", "checkpoints/step_000003"):
         assert (tmp_path / "whole" / name).exists(), name
 
-    killed = command("--out", str(tmp_path), "--name", "killed", start_new_session=True)
+    killed = command("--out", str(tmp_path), "--name", "killed", "--eval-every", "1", start_new_session=True)
     checkpoint = tmp_path / "killed" / "checkpoints" / "step_000001"
     end = time.monotonic() + 240
     while not checkpoint.exists():
@@ -255,11 +259,16 @@ def test_a_run_trains_says_so_and_is_repeated_to_the_bit_after_a_kill(tmp_path: 
         time.sleep(0.05)
     os.killpg(killed.pid, signal.SIGKILL)
     killed.communicate()
+    harmed = shutil.copytree(checkpoint, checkpoint.with_name("step_000009"))
+    os.truncate(harmed / "model.safetensors", 1000)
     resumed = command("--out", str(tmp_path), "--name", "killed", "--resume")
     out, err = resumed.communicate(timeout=240)
     assert resumed.returncode == 0, err
-    assert "resuming" in out
+    assert "step_000009 is incomplete (model.safetensors differs from its checksum): skipped" in out
+    assert "resuming" in out and "step_000009" not in out.split("resuming")[1]
     assert metrics_of(tmp_path / "killed") == rows
+    last = (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()[-1]
+    assert 0 <= json.loads(last)["eval/accuracy"] <= 1
     over = command("--out", str(tmp_path), "--name", "killed", "--resume")
     out, err = over.communicate(timeout=240)
     assert over.returncode == 0 and "nothing left to do" in out and metrics_of(tmp_path / "killed") == rows, err
