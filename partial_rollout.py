@@ -33,6 +33,7 @@ import logging
 import math
 import os
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -487,6 +488,9 @@ class VLLMServer:
         self._door = asyncio.Lock()  # held while a request goes in, and while the door moves: none is ever half-way
         self._batches: dict[Any, list[tuple[int, Callable, asyncio.Future]]] = {}  # tickets that wait
         self._sampler_installed = False
+        self._in_flight = 0
+        self._busy: list[tuple[float, float, int]] = []  # see busy_spans
+        self._busy_since = (0.0, 0)
 
     async def ready(self) -> dict[str, Any]:
         """Answers once requests can be served: pid, cores and threads of the engine's process."""
@@ -560,17 +564,35 @@ class VLLMServer:
             outputs = await self._take_batch(ticket, put_in)
         if outputs is None:
             return [], [], True
+        self._begin()
         try:
             output = outputs.get_nowait() or await outputs.get()
         except asyncio.CancelledError:  # our caller is gone: so the engine need not go on
             await self.engine.abort(outputs.request_id, internal=True)
             raise
+        finally:
+            self._end()
         (completion,) = output.outputs
         # Seam: copied, since the engine's own lists are its to change.
         token_ids, logprobs = list(completion.token_ids), list(completion.logprobs.logprobs)
         if len(token_ids) != len(logprobs) or completion.logprobs.token_ids != token_ids:
             raise RuntimeError(f"request {request_id}: {len(token_ids)} tokens with {len(logprobs)} logprobs")
         return token_ids, logprobs, completion.finish_reason == "abort"
+
+    def _begin(self) -> None:
+        if self._in_flight == 0:
+            self._busy_since = (time.time(), self.param_version)
+        self._in_flight += 1
+
+    def _end(self) -> None:
+        self._in_flight -= 1
+        if self._in_flight == 0:
+            start, param_version = self._busy_since
+            self._busy.append((start, time.time(), param_version))
+
+    async def busy_spans(self) -> list[tuple[float, float, int]]:
+        """(start, end, param_version) of each period with requests in flight, in seconds of time.time()."""
+        return list(self._busy)
 
     async def _take_batch(self, ticket: tuple[Any, int, int], put_in: Callable[[], Any], patience_s: float = 20) -> Any:
         """Waits until all of the batch is here, then puts it in, by index, before the engine takes a step.

@@ -33,15 +33,19 @@ import os
 import random
 import re
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 from typing import Literal as L
+
+if TYPE_CHECKING:
+    from trainer import Timeline
 
 HERE = Path(__file__).resolve().parent
 POCKET = HERE / "pocket"
@@ -54,9 +58,9 @@ class UsageError(Exception):
 # ---- Every knob ------------------------------------------------------------------------------------------------------
 
 
-def knob(default: Any, group: str, help: str) -> Any:
-    """A field of Config, with what --help says of it."""
-    return dataclasses.field(default=default, metadata={"group": group, "help": help})
+def knob(default: Any, group: str, help: str, alone: Any = None) -> Any:
+    """A field of Config, with what --help says of it, and the value of the flag when it stands alone."""
+    return dataclasses.field(default=default, metadata={"group": group, "help": help, "alone": alone})
 
 
 @dataclass
@@ -67,6 +71,9 @@ class Config:
     model: str = knob("", "what", "Hugging Face folder or hub name of the policy to start from")
     data: str = knob("", "what", 'folder with train.jsonl and test.jsonl of GSM8K, or "pocket" for generated problems')
     mode: L["one-step-off", "sync", "partial"] = knob("one-step-off", "what", "which of the loops in trainer.py")
+    compare: int = knob(
+        0, "what", "run all three loops, N seeds each (alone: 1), one after the other, and draw them in one picture", alone=1
+    )
     seed: int = knob(0, "what", "of problems, sampling and everything else; the same seed gives the same run")
     steps: int = knob(20, "what", "updates of the policy")
 
@@ -106,6 +113,7 @@ class Config:
     save_every: int = knob(10, "output", "steps between checkpoints; 0: only the final policy")
     keep: int = knob(2, "output", "checkpoints kept")
     resume: bool = knob(False, "output", "go on from the newest complete checkpoint of --name")
+    report_to: L["none", "tensorboard", "wandb"] = knob("none", "output", "send the metrics there as well, if it is installed")
     build_pocket: bool = knob(False, "output", f"make {POCKET.name}/ again (about 40 minutes) and stop")
     verbose: bool = knob(False, "output", "let vLLM, Ray and transformers say all they have to say")
 
@@ -136,14 +144,17 @@ def parse_config(argv: Sequence[str]) -> tuple[Config, str]:
     for f in dataclasses.fields(Config):
         group = groups.setdefault(f.metadata["group"], parser.add_argument_group(f.metadata["group"]))
         flag, kind = "--" + f.name.replace("_", "-"), types[f.name]
-        shown = "" if f.default in ("", False) else f" [{f.default}]"
+        shown = "" if f.default in ("", False) or f.metadata["alone"] else f" [{f.default}]"
         if kind is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=f.metadata["help"] + shown)
         else:
             choices = get_args(kind) or None
             kind = str if choices else kind
             metavar = None if choices else {int: "N", float: "X", str: "TEXT"}[kind]
-            group.add_argument(flag, type=kind, choices=choices, metavar=metavar, default=None, help=f.metadata["help"] + shown)
+            more = {"nargs": "?", "const": f.metadata["alone"]} if f.metadata["alone"] is not None else {}
+            group.add_argument(
+                flag, type=kind, choices=choices, metavar=metavar, default=None, help=f.metadata["help"] + shown, **more
+            )
     given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
 
     saved: dict[str, Any] = {}
@@ -163,13 +174,22 @@ def parse_config(argv: Sequence[str]) -> tuple[Config, str]:
     return config, f"preset {preset}: {why}"
 
 
+def to_argv(config: Config) -> list[str]:
+    """The command line that gives `config`."""
+    argv = []
+    for name, value in dataclasses.asdict(config).items():
+        flag = name.replace("_", "-")
+        argv.append(f"--{flag}" if value is True else f"--no-{flag}" if value is False else f"--{flag}={value}")
+    return argv
+
+
 def check_config(config: Config) -> None:
     """Raises UsageError for a value that cannot work, with what would."""
     at_least = {
         "steps": 1, "batch_size": 1, "group_size": 2, "num_mini_batches": 1, "micro_batch_tokens": 1, "response_length": 1,
         "prompt_length": 1, "rollout_servers": 1, "workers": 1, "max_num_seqs": 1, "kv_cache_mb": 16, "eval_problems": 0,
         "eval_every": 0, "save_every": 0, "keep": 1, "kl_coef": 0, "seed": 0,
-        "max_staleness": 0,
+        "max_staleness": 0, "compare": 0,
     }  # fmt: skip
     for name, least in at_least.items():
         value = getattr(config, name)
@@ -179,6 +199,10 @@ def check_config(config: Config) -> None:
         value = getattr(config, name)
         if not (value > 0 and math.isfinite(value)):
             raise UsageError(f"--{name.replace('_', '-')} {value}: give a number above 0")
+    if config.report_to != "none" and importlib.util.find_spec(config.report_to) is None:
+        raise UsageError(f"--report-to {config.report_to}: it is not installed here; pip install {config.report_to}")
+    if config.compare and config.resume:
+        raise UsageError("--compare cannot be resumed: leave --resume out, or resume its runs one by one")
     if config.temperature > 2:
         raise UsageError(f"--temperature {config.temperature}: vLLM takes at most 2")
 
@@ -864,6 +888,7 @@ class Run:
         generated, seconds = int(rollouts["response_ids"].lengths.sum()), time.perf_counter() - self.started
         row = {"step": t, **metrics, "time/seconds": seconds, "time/tokens_per_s": generated / metrics["time/step_s"]}
         self.rows.append(row)
+        self.tracker.log(row)
         with (self.folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
         with (self.folder / "samples.jsonl").open("a") as file:
@@ -906,14 +931,17 @@ class Run:
             before_file.write_text(json.dumps(before))
             say(f"before     {before:.3f} of {config.eval_problems} held-out problems answered rightly")
         self.bar = Progress(config.steps, self.first_step)
+        self.tracker = Tracker(config.report_to, self.folder, config)
         first_step_at = time.perf_counter() - self.started
         partial = functools.partial(loops.fit_partial, batch_size=config.batch_size, max_staleness=config.max_staleness)
         fit = {"sync": loops.fit_sync, "one-step-off": loops.fit_one_step_off, "partial": partial}[config.mode]
         start = time.perf_counter()
         try:
             await fit(parts)
+            await self._add_servers_to_timeline()
         finally:
             self.bar.close()
+            self.tracker.close()
             self.timeline.save(self.folder / "timeline.json")
         seconds = time.perf_counter() - start
         self.save(config.steps)
@@ -922,6 +950,18 @@ class Run:
             await self.sync()
             after = await self.accuracy()
         return {"before": before, "after": after, "fit_s": seconds, "first_step_s": first_step_at}
+
+    async def _add_servers_to_timeline(self) -> None:
+        """A lane for each server, by its own clock, in place of the lane `rollouts`, which is what this process saw."""
+        busy = await asyncio.gather(*[server.busy_spans.remote() for server in self.servers])
+        seen = [span for span in self.timeline.spans if span[0] == "rollouts"]
+        self.timeline.spans = [span for span in self.timeline.spans if span[0] != "rollouts"]
+        clocks_apart = time.perf_counter() - time.time()
+        for i, spans in enumerate(busy):
+            for start, end, version in spans:
+                middle = (start + end) / 2 + clocks_apart - self.timeline.zero
+                name = next((name for _, name, a, b, _ in seen if a <= middle <= b), "generate")
+                self.timeline.add(f"server {i}", name, start + clocks_apart, end + clocks_apart, version)
 
     def _drop_rows_from(self, step: int) -> None:
         """A resumed run repeats the steps after its checkpoint: their lines go, and the earlier ones count."""
@@ -992,7 +1032,28 @@ class Progress:
             self.bar.close()
 
 
+class Tracker:
+    """Sends metrics to TensorBoard or Weights & Biases; with "none" nowhere."""
+
+    def __init__(self, report_to: str, folder: Path, config: Config) -> None:
+        self.log: Callable[[dict[str, float]], Any] = lambda row: None
+        self.close: Callable[[], Any] = lambda: None
+        if report_to == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer = SummaryWriter(str(folder / "tensorboard"))
+            self.log = lambda row: [writer.add_scalar(name, value, row["step"]) for name, value in row.items()]
+            self.close = writer.close
+        elif report_to == "wandb":
+            import wandb
+
+            run = wandb.init(project="gsm8k", name=folder.name, dir=str(folder), config=dataclasses.asdict(config))
+            self.log = lambda row: run.log(row, step=row["step"])
+            self.close = run.finish
+
+
 OKABE_ITO = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"]  # told apart by every eye
+DARK = {"#0072B2", "#009E73", "#D55E00"}  # those that white letters can be read on
 
 
 def draw_curve(rows: Sequence[dict[str, float]], path: Path) -> None:
@@ -1021,40 +1082,154 @@ def draw_curve(rows: Sequence[dict[str, float]], path: Path) -> None:
     plt.close(figure)
 
 
-def draw_timeline(spans: Sequence[tuple[str, str, float, float, int]], path: Path, seconds: float = 30) -> None:
-    """Who worked when, in the middle of the run: a lane each for rollouts, trainer and sync, coloured by param_version."""
+def read_timeline(path: Path) -> Timeline:
+    """A timeline.json as the spans and marks that it was written from."""
+    from trainer import Timeline
+
+    events = json.loads(path.read_text())["traceEvents"]
+    timeline = Timeline(zero=0.0)
+    for event in events:
+        start, end = event.get("ts", 0) / 1e6, (event.get("ts", 0) + event.get("dur", 0)) / 1e6
+        if event["ph"] == "X":
+            timeline.add(event["cat"], event["name"], start, end, event["args"]["param_version"])
+        elif event["ph"] == "i":
+            timeline.marks.append((event["name"], start))
+    return timeline
+
+
+def draw_timelines(timelines: Mapping[str, Timeline], path: Path, seconds: float = 24) -> None:
+    """Who worked when, in the middle of each run: a lane for each server and the trainer, coloured by param_version.
+
+    A dark band is a sync of weights; a cross a cancel, at which every response in flight is cut.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    end = max(span[3] for span in spans)
-    start = max(min(span[2] for span in spans), end / 2 - seconds / 2)
-    lanes = [lane for lane in ("rollouts", "sync", "trainer") if any(span[0] == lane for span in spans)]
-    figure, axis = plt.subplots(figsize=(10, 0.7 + 0.7 * len(lanes)), layout="constrained")
-    for lane, name, a, b, version in spans:
-        if b > start and a < start + seconds:
-            y = len(lanes) - 1 - lanes.index(lane)
-            axis.barh(y, b - a, left=a, height=0.7, color=OKABE_ITO[version % len(OKABE_ITO)], edgecolor="white", linewidth=0.6)
-            visible = min(b, start + seconds) - max(a, start)
-            if visible > seconds / 14:
-                middle = max(a, start) + visible / 2
-                axis.text(middle, y, name, ha="center", va="center", fontsize=8, color="white", clip_on=True)
-    axis.set(xlim=(start, start + seconds), yticks=range(len(lanes)), yticklabels=lanes[::-1])
-    axis.set_xlabel("seconds; one colour per version of the policy at work")
+    lanes = {title: sorted({span[0] for span in line.spans} - {"sync"}) for title, line in timelines.items()}
+    heights = [len(names) + 0.8 for names in lanes.values()]
+    figure, axes = plt.subplots(
+        len(timelines), figsize=(10, 0.6 + 0.65 * sum(heights)), height_ratios=heights, layout="constrained", squeeze=False
+    )
+    for axis, (title, line) in zip(axes[:, 0], timelines.items(), strict=True):
+        end = max(span[3] for span in line.spans)
+        start = max(min(span[2] for span in line.spans), end / 2 - seconds / 2)
+        rows = {lane: len(lanes[title]) - 1 - i for i, lane in enumerate(lanes[title])}
+        for lane, name, a, b, version in line.spans:
+            a, b = max(a, start) - start, min(b, start + seconds) - start
+            if a >= b:
+                continue
+            if lane == "sync":
+                axis.axvspan(a, max(b, a + seconds / 400), color="#333333", alpha=0.85, linewidth=0)
+                continue
+            color = OKABE_ITO[version % len(OKABE_ITO)]
+            axis.barh(rows[lane], b - a, left=a, height=0.8, color=color, edgecolor="white", linewidth=0.6)
+            ink = "white" if color in DARK else "black"
+            fitting = [text for text in (name, name.split()[-1]) if b - a > seconds * 0.011 * len(text)]
+            for text in fitting[:1]:
+                axis.text((a + b) / 2, rows[lane], text, ha="center", va="center", fontsize=8, color=ink)
+        cuts = [moment - start for name, moment in line.marks if name == "cancel" and start < moment < start + seconds]
+        for lane, row in rows.items():
+            if cuts and lane != "trainer":
+                axis.plot(cuts, [row + 0.46] * len(cuts), "x", color="#333333", markersize=6, clip_on=False)
+        axis.set(xlim=(0, seconds), ylim=(-0.5, len(rows) - 0.5), yticks=list(rows.values()), yticklabels=list(rows))
+        axis.set_title(title, loc="left", fontsize=9)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[-1, 0].set_xlabel(
+        "seconds, from the middle of the run   (colour: version of the policy at work; dark band: sync; ×: cancel)"
+    )
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
+def draw_comparison(runs: Mapping[tuple[str, int], Sequence[dict[str, float]]], path: Path) -> None:
+    """Reward against updates and against seconds: a colour for each loop, thin lines for its seeds, a thick one for their mean.
+
+    `runs` maps (mode, seed) to the rows of metrics.jsonl.
+    """
+    import matplotlib
+    import numpy as np
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained", sharey=True)
+    for i, mode in enumerate(dict.fromkeys(mode for mode, _ in runs)):
+        mine = [rows for (name, _), rows in runs.items() if name == mode]
+        rewards = [np.array([row["reward"] for row in rows]) for rows in mine]
+        updates = [np.array([row["step"] + 1 for row in rows]) for rows in mine]
+        seconds = [np.cumsum([row["time/step_s"] for row in rows]) for rows in mine]
+        for axis, xs in zip(axes, (updates, seconds), strict=True):
+            grid = np.linspace(max(x[0] for x in xs), min(x[-1] for x in xs), 200)
+            mean = np.mean([np.interp(grid, x, y) for x, y in zip(xs, rewards, strict=True)], axis=0)
+            if len(mine) > 1:
+                for x, y in zip(xs, rewards, strict=True):
+                    axis.plot(x, y, color=OKABE_ITO[i], linewidth=0.8, alpha=0.45)
+            axis.plot(grid, mean, color=OKABE_ITO[i], linewidth=2.2, label=mode)
+    seeds = len({seed for _, seed in runs})
+    axes[0].set(xlabel="update", ylabel="mean reward of the batch", ylim=(0, 1.02))
+    axes[0].xaxis.get_major_locator().set_params(integer=True)
+    axes[1].set(xlabel="seconds since the first step began", xlim=(0, None))
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    axes[1].legend(loc="lower right", frameon=False, title=f"{seeds} seeds each, and their mean" if seeds > 1 else None)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def compare(config: Config) -> None:
+    """All three loops, with the same seeds, each run in a process of its own: a table, and two pictures.
+
+    Raises UsageError as a run does, and SystemExit with the status of a run that fails.
+    """
+    folder = Path(config.out) / (config.name or time.strftime(f"%Y%m%d-%H%M%S-{config.preset}-compare"))
+    if folder.exists() and any(folder.iterdir()):
+        raise UsageError(f"{folder} exists already: choose another --name")
+    todo = [(mode, config.seed + i) for i in range(config.compare) for mode in ("sync", "one-step-off", "partial")]
+    for number, (mode, seed) in enumerate(todo, start=1):
+        say(f"\n---- {mode}, seed {seed} (run {number} of {len(todo)}) ----")
+        one = dataclasses.replace(config, mode=mode, seed=seed, compare=0, out=str(folder), name=f"{mode}-{seed}")
+        # A session of its own, so that Ctrl-C reaches it once: from here.
+        process = subprocess.Popen([sys.executable, str(HERE / "run_gsm8k.py"), *to_argv(one)], start_new_session=True)
+        try:
+            status = process.wait()
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
+            process.wait()
+            raise
+        if status:
+            raise SystemExit(status)
+    runs = {(mode, seed): folder / f"{mode}-{seed}" for mode, seed in todo}
+    rows = {key: [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()] for key, path in runs.items()}
+    draw_comparison(rows, folder / "compare.png")
+    first = [(mode, seed) for mode, seed in todo if seed == config.seed]
+    draw_timelines({mode: read_timeline(runs[mode, seed] / "timeline.json") for mode, seed in first}, folder / "timelines.png")
+    names = "mode", "seed", "before", "after", "s a step", "s of training", "overlap", "staleness", "at most", "partial"
+    say("\n| " + " | ".join(names) + " |\n|" + "---|" * len(names))
+    for mode, seed in sorted(todo, key=lambda key: todo.index((key[0], config.seed))):
+        summary = json.loads((runs[mode, seed] / "summary.json").read_text())
+        cells = [mode, seed, *(summary[name] for name in ("before", "after", "step_s", "fit_s", "overlap_efficiency"))]
+        cells += [
+            sum(row["staleness/mean"] for row in rows[mode, seed]) / len(rows[mode, seed]),
+            max(row["staleness/max"] for row in rows[mode, seed]),
+            sum(row["partial_fraction"] for row in rows[mode, seed]) / len(rows[mode, seed]),
+        ]
+        say("| " + " | ".join(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells) + " |")
+    say(f"\nfiles              {folder}/: compare.png, timelines.png, and a folder for each run")
+
+
 def summarize(run: Run, result: dict[str, Any]) -> None:
-    """The last lines of a run, and its pictures."""
+    """The last lines of a run, its pictures, and summary.json."""
     rows, config = run.rows, run.config
     draw_curve(rows, run.folder / "curve.png")
-    draw_timeline(run.timeline.spans, run.folder / "timeline.png")
+    draw_timelines({f"{config.mode}, seed {config.seed}": run.timeline}, run.folder / "timeline.png")
     steady = rows[1:] or rows
     step, generate, train, sync = (
         sum(row[f"time/{name}_s"] for row in steady) / len(steady) for name in ("step", "generate", "train", "sync")
     )
+    result |= {"seconds": time.perf_counter() - run.started, "step_s": step, "overlap_efficiency": max(generate, train) / step}
+    (run.folder / "summary.json").write_text(json.dumps(result, indent=1) + "\n")
     say("")
     if result["after"] is not None:
         counted = f"({config.eval_problems} problems, greedy)"
@@ -1062,14 +1237,14 @@ def summarize(run: Run, result: dict[str, Any]) -> None:
     first, last = (row["response_length/mean"] for row in (rows[0], rows[-1]))
     say(f"response length    {first:.0f} tokens in the first step, {last:.0f} in the last")
     say(
-        f"seconds            {time.perf_counter() - run.started:.0f} in all, of which {result['first_step_s']:.0f} before the "
+        f"seconds            {result['seconds']:.0f} in all, of which {result['first_step_s']:.0f} before the "
         f"first step and {result['fit_s']:.0f} for {config.steps - run.first_step} steps"
     )
     say(
         f"a step             {step:.2f} s: generate {generate:.2f}, train {train:.2f}, sync {sync:.2f}; "
-        f"overlap efficiency {max(generate, train) / step:.2f}"
+        f"overlap efficiency {result['overlap_efficiency']:.2f}"
     )
-    files = "metrics.jsonl, samples.jsonl, curve.png, timeline.png, timeline.json, checkpoints/"
+    files = "metrics.jsonl, summary.json, samples.jsonl, curve.png, timeline.png, timeline.json, checkpoints/"
     say(f"files              {run.folder}/: {files}")
 
 
@@ -1088,6 +1263,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(f"written to {POCKET}")
             return 0
         say(why)
+        if config.compare:
+            compare(config)
+            return 0
         run = Run(config)
         if run.first_step >= config.steps:
             say(f"nothing left to do: {run.resume_from} is the end of {config.steps} steps")

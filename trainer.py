@@ -429,9 +429,10 @@ def _untied(model: nn.Module) -> dict[str, Tensor]:
 
 @dataclass
 class Timeline:
-    """Who worked when: spans (lane, name, start, end, param_version), in seconds since the run began."""
+    """Who worked when: spans (lane, name, start, end, param_version) and marks (name, moment); seconds since the run began."""
 
     spans: list[tuple[str, str, float, float, int]] = field(default_factory=list)
+    marks: list[tuple[str, float]] = field(default_factory=list)
     zero: float = field(default_factory=time.perf_counter)
 
     @contextmanager
@@ -447,6 +448,10 @@ class Timeline:
         """Records a span between two readings of time.perf_counter."""
         self.spans.append((lane, name, start - self.zero, end - self.zero, param_version))
 
+    def mark(self, name: str) -> None:
+        """Records that something happens now."""
+        self.marks.append((name, time.perf_counter() - self.zero))
+
     def save(self, path: Path) -> None:
         """Writes the Trace Event Format, which Perfetto and chrome://tracing open; times in microseconds."""
         lanes = {lane: i for i, lane in enumerate(sorted({span[0] for span in self.spans}))}
@@ -456,6 +461,7 @@ class Timeline:
         for lane, name, start, end, version in self.spans:
             event = {"ph": "X", "name": name, "cat": lane, "pid": 0, "tid": lanes[lane], "args": {"param_version": version}}
             events.append(event | {"ts": start * 1e6, "dur": (end - start) * 1e6})
+        events += [{"ph": "i", "s": "p", "name": name, "pid": 0, "tid": 0, "ts": moment * 1e6} for name, moment in self.marks]
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
@@ -662,11 +668,13 @@ async def fit_partial(parts: Parts, *, batch_size: int, max_staleness: int) -> N
             metrics, scored, train_s = await parts.train(t, rollouts)
 
             syncing = time.perf_counter()
+            if in_flight:
+                parts.timeline.mark("cancel")
             await parts.cancel()
             for task, number in list(in_flight.items()):  # all of them come back: finished, or with the tokens they have
                 pool.put(number, await task)
                 del in_flight[task]
-            parts.timeline.add("rollouts", f"generate at {version}", wave, time.perf_counter(), version)
+            parts.timeline.add("rollouts", f"generate v{version}", wave, time.perf_counter(), version)
             await parts.sync()
             await parts.resume()
             parts.timeline.add("sync", f"sync {version + 1}", syncing, time.perf_counter(), version + 1)

@@ -1214,6 +1214,16 @@ def test_min_tokens_count_from_the_start_of_the_response_split_or_not(engine: En
     check_all_splits(engine, params, whole, range(1, len(whole.response_ids), 2), response_length=40)
 
 
+def test_a_penalty_on_what_was_said_forgets_it_at_the_cut(engine: Engine) -> None:
+    """Why `check_resumable` refuses it: sent to the engine all the same, a resumed request gives another response."""
+    for penalty in ("presence_penalty", "frequency_penalty"):
+        params = {"temperature": 0.0, "ignore_eos": True, penalty: 1.5}
+        whole, _, _ = engine.wait(engine.request(prompt(9), max_tokens=48, **params))
+        cuts = range(8, 48, 8)
+        rests = engine.all([engine.request(prompt(9) + whole[:cut], max_tokens=48 - cut, **params) for cut in cuts])
+        assert any(ids != whole[cut:] for cut, (ids, _, _) in zip(cuts, rests, strict=True)), penalty
+
+
 async def cut_again_and_again(server: VLLMServer, done: Callable[[], bool]) -> None:
     while not done():
         await asyncio.sleep(0.1)

@@ -269,6 +269,7 @@ def test_a_run_trains_says_so_and_is_repeated_to_the_bit_after_a_kill(tmp_path: 
     assert metrics_of(tmp_path / "killed") == rows
     last = (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()[-1]
     assert 0 <= json.loads(last)["eval/accuracy"] <= 1
+    assert all(f"`{key}`" in (ROOT / "README.md").read_text() for key in json.loads(last) if key != "step"), "explained"
     over = command("--out", str(tmp_path), "--name", "killed", "--resume")
     out, err = over.communicate(timeout=240)
     assert over.returncode == 0 and "nothing left to do" in out and metrics_of(tmp_path / "killed") == rows, err

@@ -1116,13 +1116,16 @@ def test_a_timeline_is_a_valid_trace(tmp_path: Path) -> None:
     with pytest.raises(KeyError), timeline.span("trainer", "train 0", 6):
         raise KeyError
     asyncio.run(fit_one_step_off(Play().parts(timeline=timeline)))
+    timeline.mark("cancel")
     timeline.save(tmp_path / "timeline.json")
 
     trace = json.loads((tmp_path / "timeline.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     lanes = {event["tid"]: event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
     complete = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert set(lanes.values()) == {"rollouts", "trainer", "sync"}
-    assert len(complete) + len(lanes) == len(trace["traceEvents"])
+    (mark,) = [event for event in trace["traceEvents"] if event["ph"] == "i"]
+    assert mark["name"] == "cancel" and mark["ts"] == pytest.approx(timeline.marks[0][1] * 1e6) and mark["s"] == "p"
+    assert len(complete) + len(lanes) + 1 == len(trace["traceEvents"])
     for event in complete:
         assert {"name", "ph", "ts", "dur", "pid", "tid"} <= event.keys()
         assert lanes[event["tid"]] == event["cat"] and event["dur"] >= 0
