@@ -383,7 +383,7 @@ class AgentLoopManager:
 
     async def _wait(self, call: _Call, get: Callable[[Any], Awaitable[RolloutBatch]]) -> RolloutBatch:
         """The answer to one call; if its worker dies, that of the worker which takes over."""
-        from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+        from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
 
         dead: set[int] = set()
         while True:
@@ -396,11 +396,16 @@ class AgentLoopManager:
             except RayActorError as error:
                 dead.add(call.worker)
                 alive = [i for i in range(len(self.agent_loop_workers)) if i not in dead]
-                if not alive:
+                if alive:
+                    heir = alive[call.worker % len(alive)]
+                    ref = self._submit(heir, call.chunk)
+                elif isinstance(error, ActorUnavailableError):  # Ray starts it again, and keeps the call until it is there
+                    heir = call.worker
+                    ref = self.agent_loop_workers[heir].generate_sequences.options(max_task_retries=-1).remote(call.chunk)
+                else:
                     raise RuntimeError(f"{call} died, and no other worker is left") from error
-                heir = alive[call.worker % len(alive)]
                 logger.warning("%s died; worker %d generates them again", call, heir)
-                call = _Call(heir, call.chunk, self._submit(heir, call.chunk))
+                call = _Call(heir, call.chunk, ref)
 
 
 class OneStepOffAgentLoopManager(AgentLoopManager):

@@ -20,7 +20,7 @@ to 0.1, which is enough to flip tokens of a real model, so there the law holds i
 Left out, and where verl does it (commit b178a3c):
     1. multi-turn and tool-calling loops   verl/experimental/agent_loop/
     2. SGLang servers, data-parallel vLLM  verl/workers/rollout/
-    3. the queue between the processes     recipe/fully_async_policy/; here fit_partial in trainer.py
+    3. the queue between the processes     verl/experimental/fully_async_policy/; here fit_partial in trainer.py
 
 Needs: nothing but Python, and vllm inside VLLMServer.   Used by: run_gsm8k.py.
 Run: python partial_rollout.py  (a toy engine, cut at every place)
@@ -29,6 +29,7 @@ Run: python partial_rollout.py  (a toy engine, cut at every place)
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import os
@@ -443,6 +444,23 @@ class LLMServerManager:
 # ---- The server: vLLM in an actor ------------------------------------------------------------------------------------
 
 
+def _needs_engine(method: Callable) -> Callable:
+    """For a coroutine of VLLMServer: where the engine turns out to be dead, an actor may end, to be started again."""
+
+    @functools.wraps(method)
+    async def call(self: VLLMServer, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return await method(self, *args, **kwargs)
+        except Exception as error:
+            from vllm.v1.engine.exceptions import EngineDeadError
+
+            if self.exit_when_dead and isinstance(error, EngineDeadError):
+                os._exit(1)
+            raise
+
+    return call
+
+
 class VLLMServer:
     """vLLM's AsyncLLM, with the door that partial rollouts need. `ray.remote(VLLMServer)` is the actor.
 
@@ -451,13 +469,25 @@ class VLLMServer:
                  requests that bring no seed of their own, and fill a group with twins
     cores        CPU cores for this process and the engine's: with more threads than free cores, decoding is 15 times
                  slower. None leaves them as they are (a GPU machine)
+    exit_when_dead    whether this process ends when its engine has died. As an actor with max_restarts it is then started
+                 again, and with max_task_retries its requests are sent again, each with the tokens it was sent with
+    wait_for_weights  asked at the start; if it says True, requests wait for the first `update_weights`. For an actor that was
+                 started again: what it has loaded are the weights of the beginning
     engine_args  anything else that vllm.AsyncEngineArgs knows: dtype, max_model_len, tensor_parallel_size, ...
 
     All methods are safe to call in any order and from several callers; cancel, resume and update_weights may be repeated.
     """
 
     def __init__(
-        self, model: str, *, seed: int = 0, rank: int = 0, cores: Sequence[int] | None = None, **engine_args: Any
+        self,
+        model: str,
+        *,
+        seed: int = 0,
+        rank: int = 0,
+        cores: Sequence[int] | None = None,
+        exit_when_dead: bool = False,
+        wait_for_weights: Callable[[], bool] = lambda: False,
+        **engine_args: Any,
     ) -> None:
         # Read when vLLM is imported, here and in the engine's own process, which must find this file too.
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -487,11 +517,16 @@ class VLLMServer:
         self._closed_by: set[str] = set()  # why no request is taken: "cancel", "sleep", "update"
         self._door = asyncio.Lock()  # held while a request goes in, and while the door moves: none is ever half-way
         self._batches: dict[Any, list[tuple[int, Callable, asyncio.Future]]] = {}  # tickets that wait
+        self.exit_when_dead = exit_when_dead
+        self._has_weights = asyncio.Event()
+        if not wait_for_weights():
+            self._has_weights.set()
         self._sampler_installed = False
         self._in_flight = 0
         self._busy: list[tuple[float, float, int]] = []  # see busy_spans
         self._busy_since = (0.0, 0)
 
+    @_needs_engine
     async def ready(self) -> dict[str, Any]:
         """Answers once requests can be served: pid, cores and threads of the engine's process."""
         await self._install_sampler()
@@ -500,6 +535,16 @@ class VLLMServer:
             pin_process(self.cores)
             await self.engine.collective_rpc("pin", args=(list(self.cores),))
         return (await self.engine.collective_rpc("describe"))[0]
+
+    @_needs_engine
+    async def ping(self) -> bool:
+        """Answers if the engine does, between two of its steps: whether requests wait here for weights."""
+        await self.engine.collective_rpc("describe")
+        return not self._has_weights.is_set()
+
+    async def sleep_for_ever(self) -> None:
+        """Never answers: the call fails when this actor dies, and so tells of its death."""
+        await asyncio.get_running_loop().create_future()
 
     async def _install_sampler(self) -> None:
         if not self._sampler_installed:
@@ -519,6 +564,7 @@ class VLLMServer:
             raise RuntimeError(f"request {request_id} was cancelled after {len(token_ids)} tokens")
         return token_ids, logprobs
 
+    @_needs_engine
     async def generate_for_partial(
         self,
         request_id: str,
@@ -556,6 +602,7 @@ class VLLMServer:
             # what the order within a batch, and the door, need to know.
             return await self.engine.add_request(request_id, tokens_input(prompt_ids), vllm_params)
 
+        await self._has_weights.wait()
         await self._install_sampler()
         if ticket is None:
             async with self._door:
@@ -640,16 +687,19 @@ class VLLMServer:
 
     # -- the door
 
+    @_needs_engine
     async def cancel(self) -> None:
         """Ends every request in flight, each with the tokens it has, and takes none until `resume`."""
         async with self._door:
             await self._close("cancel")
 
+    @_needs_engine
     async def resume(self) -> None:
         """Takes requests again."""
         async with self._door:
             await self._open("cancel")
 
+    @_needs_engine
     async def sleep(self, level: int = 1) -> None:
         """Cancels, and gives the memory of weights and cache back (on a CPU vLLM only pauses). Level 2 drops the weights
         for good: use it only where `update_weights` comes before the next request."""
@@ -657,6 +707,7 @@ class VLLMServer:
             await self._close("sleep")
             await self.engine.sleep(level)
 
+    @_needs_engine
     async def wake_up(self) -> None:
         """Takes the memory back, and requests again."""
         async with self._door:
@@ -664,11 +715,13 @@ class VLLMServer:
                 await self.engine.wake_up()
             await self._open("sleep")
 
+    @_needs_engine
     async def clear_kv_cache(self) -> None:
         """Forgets every cached prefix. Raises RuntimeError if vLLM refuses, as it does while requests run."""
         async with self._door:
             await self._reset_prefix_cache()
 
+    @_needs_engine
     async def update_weights(self, weights: Any, param_version: int) -> None:
         """Takes new weights (the bytes of a safetensors file, as any buffer) and the version they have.
 
@@ -690,6 +743,7 @@ class VLLMServer:
             await self.engine.update_weight_version(str(param_version))
             self.param_version = param_version
             await self._open("update")
+            self._has_weights.set()
 
     async def _close(self, reason: str) -> None:
         self._closed_by.add(reason)

@@ -32,10 +32,13 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -43,9 +46,10 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 from typing import Literal as L
+from uuid import uuid4
 
 if TYPE_CHECKING:
-    from trainer import Timeline
+    from trainer import Parts, Timeline
 
 HERE = Path(__file__).resolve().parent
 POCKET = HERE / "pocket"
@@ -103,6 +107,7 @@ class Config:
     max_num_seqs: int = knob(256, "rollouts", "sequences that an engine decodes at once")
     kv_cache_mb: int = knob(512, "rollouts", "key-value cache of an engine on a CPU, MiB")
     timeout_s: float = knob(1800.0, "rollouts", "a batch that takes longer ends the run, seconds")
+    server_timeout_s: float = knob(60.0, "rollouts", "a server that is silent for longer is killed and started again, seconds")
 
     eval_problems: int = knob(256, "evaluation", "held-out problems, answered greedily before and after; 0: none")
     eval_every: int = knob(0, "evaluation", "also every so many steps; 0: only before and after")
@@ -195,7 +200,7 @@ def check_config(config: Config) -> None:
         value = getattr(config, name)
         if value < least:
             raise UsageError(f"--{name.replace('_', '-')} {value}: give at least {least}")
-    for name in ("learning_rate", "temperature", "max_grad_norm", "clip_low", "clip_high", "timeout_s"):
+    for name in ("learning_rate", "temperature", "max_grad_norm", "clip_low", "clip_high", "timeout_s", "server_timeout_s"):
         value = getattr(config, name)
         if not (value > 0 and math.isfinite(value)):
             raise UsageError(f"--{name.replace('_', '-')} {value}: give a number above 0")
@@ -571,9 +576,10 @@ def split_cores() -> tuple[list[int], list[int]]:
 
 
 def make_agent_loop(
-    loop: str, model: str, servers: list[Any], cores: list[int] | None, eos_token_ids: list[int], lengths: dict[str, int]
+    loop: str, model: str, servers: list[str], cores: list[int] | None, eos_token_ids: list[int], lengths: dict[str, int]
 ) -> Any:
-    """Called inside each AgentLoopWorker: an agent loop with its own tokenizer and its own view of the servers."""
+    """Called inside each AgentLoopWorker: an agent loop with its own tokenizer and its own view of the servers, by name."""
+    import ray
     from transformers import AutoTokenizer
 
     from partial_rollout import LLMServerManager, get_agent_loop, pin_process
@@ -581,7 +587,18 @@ def make_agent_loop(
     tokenizer = AutoTokenizer.from_pretrained(model)
     if cores:
         pin_process(cores)
-    return get_agent_loop(loop)(LLMServerManager(servers), tokenizer, eos_token_ids=eos_token_ids, **lengths)
+    manager = LLMServerManager([ray.get_actor(name) for name in servers])
+    return get_agent_loop(loop)(manager, tokenizer, eos_token_ids=eos_token_ids, **lengths)
+
+
+MAX_RESTARTS = 3  # of each server and worker; one that dies more often has a reason that a restart does not mend
+
+
+def was_restarted() -> bool:
+    """Whether Ray has started the actor that asks once more."""
+    import ray
+
+    return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 def check_model_path(model: str) -> None:
@@ -644,8 +661,11 @@ def _as_list(value: Any) -> list[int]:
     return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def start_ray(verbose: bool) -> None:
-    """A Ray of our own on this machine, reachable from nowhere else. Its processes inherit this one's environment."""
+def start_ray(verbose: bool, temporary: str) -> None:
+    """A Ray of our own on this machine, reachable from nowhere else. Its processes inherit this one's environment.
+
+    `temporary` is a folder for its sockets and logs, with a short name, since that of a socket has at most 107 characters.
+    """
     import ray
 
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
@@ -655,6 +675,7 @@ def start_ray(verbose: bool) -> None:
         num_cpus=os.cpu_count(),
         _node_ip_address="127.0.0.1",
         include_dashboard=False,
+        _temp_dir=temporary,
         log_to_driver=verbose,
         logging_level="WARNING" if verbose else "ERROR",
         object_store_memory=1 << 30,
@@ -692,6 +713,8 @@ class Run:
         self.started = time.perf_counter()
         self.rows: list[dict[str, Any]] = []
         self.actors: list[Any] = []
+        self.temporary = ""
+        self.syncing = asyncio.Lock()  # held while weights go out
         self.problems = load_problems(config.data)
         check_model_path(config.model)
         name = config.name or time.strftime(f"%Y%m%d-%H%M%S-{config.preset}-{config.mode}")
@@ -739,7 +762,8 @@ class Run:
         """
         # Ray starts in this thread, since the kernel ends its processes with the thread that started them.
         looking = ThreadPoolExecutor(1).submit(self._look_at_model)
-        start_ray(self.config.verbose)
+        self.temporary = tempfile.mkdtemp(prefix="ray-")
+        start_ray(self.config.verbose, self.temporary)
         import ray
 
         from one_step_off import AgentLoopWorker, OneStepOffAgentLoopManager, RolloutBatch
@@ -748,9 +772,12 @@ class Run:
         config, source, gpu = self.config, self.source, has_gpu()
         trainer_cores, rollout_cores = (None, None) if gpu else split_cores()
         device_args = {"gpu_memory_utilization": 0.5} if gpu else {"kv_cache_memory_bytes": config.kv_cache_mb << 20}
-        server_actor = ray.remote(num_cpus=0, num_gpus=0, max_concurrency=4096)(VLLMServer)
+        # An actor that dies is started again by Ray, which then sends its requests again, with the tokens they came with.
+        options = {"num_cpus": 0, "max_concurrency": 4096, "max_restarts": MAX_RESTARTS}
+        server_actor = ray.remote(num_gpus=0, max_task_retries=-1, **options)(VLLMServer)
+        names = [f"{self.folder.name}-{uuid4().hex}-server-{rank}" for rank in range(config.rollout_servers)]
         self.servers = [
-            server_actor.remote(
+            server_actor.options(name=name).remote(
                 source,
                 seed=config.seed,
                 rank=rank,
@@ -760,9 +787,11 @@ class Run:
                 max_num_seqs=config.max_num_seqs,
                 block_size=32,
                 enforce_eager=not gpu,
+                exit_when_dead=True,
+                wait_for_weights=was_restarted,
                 **device_args,
             )
-            for rank in range(config.rollout_servers)
+            for rank, name in enumerate(names)
         ]
         self.actors = list(self.servers)
         looking.result()
@@ -791,10 +820,8 @@ class Run:
 
         # The workers come last: until here the cores were busy with what takes longest, the import of vLLM.
         loop = "partial_single_turn_agent" if config.mode == "partial" else "single_turn_agent"
-        make_loop = functools.partial(
-            make_agent_loop, loop, source, self.servers, rollout_cores, self.eos_token_ids, self.lengths
-        )
-        worker_actor = ray.remote(num_cpus=0, max_concurrency=4096)(AgentLoopWorker)
+        make_loop = functools.partial(make_agent_loop, loop, source, names, rollout_cores, self.eos_token_ids, self.lengths)
+        worker_actor = ray.remote(**options)(AgentLoopWorker)
         workers = [worker_actor.remote(make_loop) for _ in range(config.workers)]
         self.actors += workers
         self.manager = OneStepOffAgentLoopManager(workers, self.servers, timeout_s=config.timeout_s)
@@ -853,9 +880,42 @@ class Run:
         import numpy as np
         import ray
 
-        weights = ray.put(np.frombuffer(self.trainer.weights(), np.uint8))
-        version = self.trainer.param_version
-        await asyncio.gather(*[server.update_weights.remote(weights, version) for server in self.servers])
+        async with self.syncing:
+            self.weights = ray.put(np.frombuffer(self.trainer.weights(), np.uint8))
+            self.weights_version = self.trainer.param_version
+            await asyncio.gather(*[s.update_weights.remote(self.weights, self.weights_version) for s in self.servers])
+
+    async def look_after(self, i: int, period_s: float = 2.0) -> None:
+        """Watches server i for ever: ends it if it is silent, and gives it the current weights when Ray has started it again.
+
+        What tells that a server has died is a call that it never answers: such a call fails at once. A ping that is sent while
+        a server starts would wait for it, and silence would not mean that it hangs.
+        """
+        import ray
+        from ray.exceptions import RayActorError
+
+        server, limit_s = self.servers[i], self.config.server_timeout_s
+        while True:
+            death = asyncio.wrap_future(server.sleep_for_ever.options(max_task_retries=0).remote().future())
+            try:
+                while not death.done():
+                    ping = asyncio.wrap_future(server.ping.options(max_task_retries=0).remote().future())
+                    await asyncio.wait({death, ping}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+                    if not ping.done() and not death.done():
+                        say(f"vLLM server {i} did not answer within {limit_s:g} s; it is killed and started again")
+                        ray.kill(server, no_restart=False)
+                        break
+                    await asyncio.wait({death}, timeout=period_s)
+                await asyncio.gather(death, ping, return_exceptions=True)
+                await server.ready.remote()
+                async with self.syncing:  # a sync that was going on has given it weights already
+                    if await server.ping.remote():
+                        await server.update_weights.remote(self.weights, self.weights_version)
+            except RayActorError:
+                return  # once too often: those who wait for its answers hear of it
+            finally:
+                death.cancel()
+            say(f"vLLM server {i} was started again, and has the weights of version {self.weights_version}")
 
     async def accuracy(self) -> float:
         """Share of the held-out problems that the policy in the servers answers rightly, greedily."""
@@ -924,6 +984,19 @@ class Run:
             log=self.log,
             timeline=self.timeline,
         )
+        watching = [asyncio.ensure_future(self.look_after(i)) for i in range(len(self.servers))]
+        try:
+            return await self._fit(parts)
+        finally:
+            for task in watching:
+                task.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)
+
+    async def _fit(self, parts: Parts) -> dict[str, Any]:
+        import trainer as loops
+
+        config = self.config
+        await self.sync()
         before_file = self.folder / "before.json"  # a resumed run has no weights to measure this with any more
         before = json.loads(before_file.read_text()) if before_file.exists() else None
         if before is None and config.eval_problems:
@@ -988,6 +1061,7 @@ class Run:
         if hasattr(self, "manager"):
             self.manager.close()
         ray.shutdown()
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
 
 def _cores(cores: Sequence[int] | None) -> str:
@@ -1248,6 +1322,20 @@ def summarize(run: Run, result: dict[str, Any]) -> None:
     say(f"files              {run.folder}/: {files}")
 
 
+def describe_failure(run: Run, error: Exception) -> str:
+    """One line: what went wrong, where its traceback is, and how to go on. Writes the traceback, if the disk takes it."""
+    line = f"error: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}"
+    try:
+        file = run.folder / "error.txt"
+        file.write_text("".join(traceback.format_exception(error)))
+        line += f"; traceback in {file}"
+    except OSError:
+        pass
+    if run.checkpoints.is_dir() and any(run.checkpoints.glob("step_*")):
+        line += f"; go on from the newest checkpoint with --out {run.config.out} --name {run.folder.name} --resume"
+    return line
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns the exit status: 0, 1 for a failed run, 2 for bad input, 130 when interrupted."""
     argv = sys.argv[1:] if argv is None else argv
@@ -1282,6 +1370,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        if run is None or not run.folder.is_dir():
+            raise
+        print(describe_failure(run, error), file=sys.stderr)
+        return 1
     finally:
         if run is not None:
             run.close()

@@ -21,7 +21,7 @@ never act, and the batch would pass for fresh.
 Left out, and where verl does it (commit b178a3c):
     1. critics, GAE, other estimators       verl/trainer/ppo/core_algos.py
     2. Megatron, sequence parallelism       verl/workers/
-    3. resharding between engines           verl/workers/sharding_manager/
+    3. resharding between engines           verl/workers/
 
 Needs: torch, safetensors (transformers inside load_policy).   Used by: run_gsm8k.py.
 Run: python trainer.py  (a toy policy learns to count, synchronously and one step off)

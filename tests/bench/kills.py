@@ -50,7 +50,8 @@ def wait_for_a_moment(run: Path, process: subprocess.Popen, rng: random.Random) 
     """Waits until the run trains, then for a random while; says what the moment is."""
     lines = run / "metrics.jsonl"
     before = lines.stat().st_size if lines.exists() else 0
-    if not wait_for(lambda: lines.exists() and lines.stat().st_size != before, process):
+    # Larger, not different: a resumed run first takes out the lines that it will write again.
+    if not wait_for(lambda: lines.exists() and lines.stat().st_size > before, process):
         return "start-up"
     if rng.random() < 0.5:
         time.sleep(rng.uniform(0, 2.5))

@@ -1,0 +1,206 @@
+"""Is anything lost when parts fail? Real runs on real Ray and vLLM, with faults from outside; a table of what became of them.
+
+    python tests/bench/faults.py                      # all of them: about 20 minutes on two cores
+    python tests/bench/faults.py --only "engine killed" "disk full"
+
+A run that is to survive must end with status 0 and the curve of the run that nothing happened to: the same rewards, lengths and
+staleness in each step. One that is to end must say why in one line, and leave a checkpoint with which --resume reaches that
+curve. No process, no folder of Ray's and no file in /dev/shm may be left. "disk full" needs to be root, for a tmpfs of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["--preset", "pocket", "--steps", "6", "--batch-size", "4", "--group-size", "4", "--eval-problems", "8"]
+SMALL += ["--response-length", "128", "--save-every", "1", "--server-timeout-s", "15"]
+
+
+class Run:
+    """The command, marked by an environment variable, so that its processes can be found."""
+
+    def __init__(self, folder: Path, name: str, *argv: str) -> None:
+        self.folder, self.mark = folder / name, f"{folder}/{name}"
+        command = [sys.executable, str(ROOT / "run_gsm8k.py"), *SMALL, "--out", str(folder), "--name", name, *argv]
+        environment = os.environ | {"RUN_MARK": self.mark}
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+        )
+
+    def processes(self, title: str = "") -> list[int]:
+        """Pids of this run's processes whose command line or name has `title` in it."""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                environ = (entry / "environ").read_bytes()
+                if f"RUN_MARK={self.mark}".encode() in environ.split(b"\0"):
+                    text = (entry / "cmdline").read_bytes() + (entry / "comm").read_bytes()
+                    if title.encode() in text:
+                        found.append(int(entry.name))
+            except OSError:
+                pass
+        return found
+
+    def signal(self, title: str, number: int) -> None:
+        """Sends a signal to the one process with that title."""
+        pids = self.processes(title)
+        assert pids, f"no process {title!r}"
+        os.kill(pids[0], number)
+
+    def wait_for_step(self, step: int, limit_s: float = 240) -> None:
+        """Until that many steps are in metrics.jsonl."""
+        end, metrics = time.monotonic() + limit_s, self.folder / "metrics.jsonl"
+        while not (metrics.exists() and metrics.read_text().count("\n") >= step):
+            assert time.monotonic() < end and self.process.poll() is None, self.process.communicate()[0]
+            time.sleep(0.02)
+
+    def finish(self, limit_s: float = 400) -> tuple[int, str]:
+        """(status, output)."""
+        out, _ = self.process.communicate(timeout=limit_s)
+        return self.process.returncode, out
+
+    def curve(self) -> list[tuple[float, ...]]:
+        """What must be equal, step by step."""
+        names = "reward", "response_length/mean", "staleness/mean", "staleness/max"
+        rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
+        return [tuple(row[name] for name in names) for row in rows]
+
+
+def killer(title: str, number: int = signal.SIGKILL) -> Callable[[Run], None]:
+    """A fault that sends a signal to the process with that title."""
+    return lambda run: run.signal(title, number)
+
+
+# name: (mode, what happens, a part of what the run must say of it, the status that it must end with)
+FAULTS: dict[str, tuple[str, Callable[[Run], None], str, int]] = {
+    "worker killed": ("one-step-off", killer("ray::AgentLoopWorker"), "", 0),
+    "server killed": ("one-step-off", killer("ray::VLLMServer"), "was started again", 0),
+    "server killed, partial": ("partial", killer("ray::VLLMServer"), "was started again", 0),
+    "engine killed": ("one-step-off", killer("EngineCore"), "was started again", 0),
+    "engine killed, sync": ("sync", killer("EngineCore"), "was started again", 0),
+    "engine hangs": ("one-step-off", killer("EngineCore", signal.SIGSTOP), "did not answer within 15 s", 0),
+    "SIGTERM": ("one-step-off", lambda run: run.process.terminate(), "interrupted", 130),
+    "Ctrl-C": ("partial", lambda run: run.process.send_signal(signal.SIGINT), "interrupted", 130),
+}
+
+
+def inject(name: str, folder: Path, rng: random.Random) -> tuple[Run, int, str, float]:
+    """One run with one fault after its second step: (run, status, output, seconds from the fault to the end)."""
+    mode, fault, _, _ = FAULTS[name]
+    run = Run(folder, name.replace(" ", "-").replace(",", ""), "--mode", mode)
+    run.wait_for_step(2)
+    time.sleep(rng.uniform(0, 1))
+    start = time.monotonic()
+    fault(run)
+    status, out = run.finish()
+    return run, status, out, time.monotonic() - start
+
+
+def left_behind(run: Run, before: set[Path]) -> list[str]:
+    """Processes and files of a run that has ended, after a moment of grace."""
+    for _ in range(50):
+        left = [f"pid {pid}" for pid in run.processes()] + [str(path) for path in temporary_files() - before]
+        if not left:
+            return []
+        time.sleep(0.1)
+    return left
+
+
+def temporary_files() -> set[Path]:
+    """Ray's folders, and whatever is in shared memory."""
+    return {*Path(tempfile.gettempdir()).glob("ray-*"), *Path("/dev/shm").iterdir()}
+
+
+def disk_full(folder: Path) -> str:
+    """A disk that fills up during a save. Returns what is wrong, or nothing."""
+    mount = folder / "small"
+    mount.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=26m", "tmpfs", str(mount)], check=True)
+    try:
+        run = Run(mount, "full", "--keep", "9")
+        status, out = run.finish()
+        last = out.strip().splitlines()[-1]
+        print(f"    {last}")
+        if status != 1 or "No space left on device" not in last or "Traceback" in out:
+            return f"status {status}: {last}"
+        kept = sorted((run.folder / "checkpoints").glob("*"))
+        if any(path.name.startswith(".writing") for path in kept) or not kept:
+            return f"left {kept}"
+        subprocess.run(["mount", "-o", "remount,size=200m", str(mount)], check=True)
+        resumed = Run(mount, "full", "--resume", "--keep", "9")
+        status, out = resumed.finish()
+        return "" if status == 0 and len(resumed.curve()) == 6 else f"resumed: status {status}: {out}"
+    finally:
+        subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+def two_at_once(folder: Path, curve: list) -> str:
+    """Two runs on one machine at the same time: both run."""
+    runs = [Run(folder, f"twin-{i}", "--mode", "one-step-off") for i in range(2)]
+    for run in runs:
+        status, out = run.finish()
+        if status or run.curve() != curve:
+            return f"status {status}: {out}"
+    return ""
+
+
+def main() -> int:
+    """The command; exit status 1 where something is lost."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[*FAULTS, "disk full", "two runs at once"])
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    args = parser.parse_args()
+    rng, wrong = random.Random(args.seed), 0
+    curves: dict[str, list] = {}
+    print("| fault | status | ended after, s | the curve | left behind |\n|---|---|---|---|---|", flush=True)
+    with tempfile.TemporaryDirectory() as tmp:
+        folder = Path(tmp)
+
+        def curve_of(mode: str) -> list:
+            if mode not in curves:
+                whole = Run(folder, f"whole-{mode}", "--mode", mode)
+                status, out = whole.finish()
+                assert status == 0, out
+                curves[mode] = whole.curve()
+            return curves[mode]
+
+        for name in args.only:
+            if name in FAULTS:
+                mode, _, says, expected = FAULTS[name]
+                whole, before = curve_of(mode), temporary_files()
+                run, status, out, seconds = inject(name, folder, rng)
+                left = left_behind(run, before)
+                if expected:  # it was ended: go on
+                    again, text = Run(folder, run.folder.name, "--resume", "--mode", mode).finish()
+                    out += text if again else ""
+                # In partial mode a restart changes what is finished first, so the number of steps is all that is sure.
+                same = run.curve() == whole if mode != "partial" else len(run.curve()) == len(whole)
+                problem = status != expected or says not in out or not same or left
+                print(
+                    f"| {name} | {status} | {seconds:.1f} | {'same' if same else 'DIFFERS'} | {left or 'nothing'} |", flush=True
+                )
+                for line in out.splitlines():
+                    if ("server 0" in line and "on cpu" not in line) or line.startswith(("error", "interrupted")):
+                        print(f"    {line}", flush=True)
+                if problem:
+                    print(out, flush=True)
+            else:
+                problem = disk_full(folder) if name == "disk full" else two_at_once(folder, curve_of("one-step-off"))
+                print(f"| {name} | | | {problem or 'as it should be'} | |", flush=True)
+            wrong += bool(problem)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
