@@ -660,6 +660,9 @@ async def fit_partial(parts: Parts, *, batch_size: int, max_staleness: int) -> N
             start = time.perf_counter()
             version = parts.trainer.param_version
             while (taken := pool.take(version)) is None:
+                if pool.cut:  # by someone else's cancel: they go on as soon as the servers take them
+                    await asyncio.sleep(0.1)
+                    dispatch()
                 done, _ = await asyncio.wait(in_flight, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     pool.put(in_flight.pop(task), task.result())
