@@ -296,9 +296,9 @@ class AgentLoopWorker:
 # ---- The managers: who talks to the workers --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Call:
-    """One chunk on one worker: what must be known to wait for it, and to name it when it fails."""
+    """One chunk on one worker: what must be known to wait for it, to name it when it fails, and to cancel it."""
 
     worker: int
     chunk: RolloutBatch
@@ -405,7 +405,7 @@ class AgentLoopManager:
                 else:
                     raise RuntimeError(f"{call} died, and no other worker is left") from error
                 logger.warning("%s died; worker %d generates them again", call, heir)
-                call = _Call(heir, call.chunk, ref)
+                call.worker, call.ref = heir, ref
 
 
 class OneStepOffAgentLoopManager(AgentLoopManager):

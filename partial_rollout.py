@@ -15,7 +15,7 @@ Each rule that makes it true stands where it is applied, marked "Seam". Every to
 sampled it (`spans`) and its log-probability under the distribution it was really drawn from.
 
 The law is exact in float32. Log-probabilities move by about 1e-6 with the batch they are computed in; in bfloat16 by up
-to 0.1, which is enough to flip tokens of a real model, so there the law holds in distribution only.
+to 0.2, which is enough to flip tokens of a real model, so there the law holds in distribution only.
 
 Left out, and where verl does it (commit b178a3c):
     1. multi-turn and tool-calling loops   verl/experimental/agent_loop/
@@ -29,6 +29,7 @@ Run: python partial_rollout.py  (a toy engine, cut at every place)
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import math
@@ -91,7 +92,8 @@ class AgentLoopOutput:
         """The output that a sample of a batch carries in its columns, as it comes back from an earlier call."""
         names = ("prompt_ids", "response_ids", "response_mask", "response_logprobs")
         spans = zip(sample["span_versions"].tolist(), sample["span_lengths"].tolist(), strict=True)
-        return cls(**{name: sample[name].tolist() for name in names}, spans=tuple(spans), stop_reason=sample["stop_reason"])
+        more = {"stop_reason": sample["stop_reason"], "request_id": sample.get("request_id", "")}
+        return cls(**{name: sample[name].tolist() for name in names}, spans=tuple(spans), **more)
 
     @property
     def is_cancel(self) -> bool:
@@ -110,13 +112,14 @@ class AgentLoopOutput:
 
     @property
     def extra_fields(self) -> dict[str, Any]:
-        """verl's extra_fields, derived: is_cancel, stop_reason, and the versions of first and last token (-1: none)."""
+        """verl's extra_fields: is_cancel, stop_reason, the versions of first and last token (-1: none), and the request_id."""
         return {
             "is_cancel": self.is_cancel,
             "stop_reason": self.stop_reason,
             "param_version_start": self.spans[0][0] if self.spans else -1,
             "param_version_end": self.spans[-1][0] if self.spans else -1,
             "num_turns": self.num_turns,
+            "request_id": self.request_id,
         }
 
 
@@ -667,9 +670,9 @@ class VLLMServer:
     async def _enter_together(self, batch: Any) -> None:
         waiting = self._batches.pop(batch, [])
         async with self._door:
-            if not self._closed_by:
-                await self.engine.pause_generation(mode="keep", clear_cache=False)
             try:
+                if not self._closed_by:
+                    await self.engine.pause_generation(mode="keep", clear_cache=False)
                 for _, put_in, entered in sorted(waiting, key=lambda entry: entry[0]):
                     if not entered.done():
                         outputs = await put_in()
@@ -791,6 +794,16 @@ class WorkerExtension:
 
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        # The lock of tqdm's progress bars is a semaphore with a name, a file in /dev/shm. In use it needs the name no more, and
+        # whoever is killed cannot take it away.
+        from multiprocessing.synchronize import SemLock
+
+        from tqdm.std import TqdmDefaultWriteLock
+
+        lock = getattr(TqdmDefaultWriteLock, "mp_lock", None)
+        if lock is not None and lock._semlock.name:
+            with contextlib.suppress(FileNotFoundError):  # gone already
+                SemLock._cleanup(lock._semlock.name)
 
     def pin(self, cores: Sequence[int]) -> None:
         """Keeps this process on `cores`."""

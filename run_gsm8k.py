@@ -34,6 +34,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -44,8 +45,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 from typing import Literal as L
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 from uuid import uuid4
 
 if TYPE_CHECKING:
@@ -73,7 +77,7 @@ class Config:
 
     preset: L["auto", "pocket", "gsm8k"] = knob("auto", "what", "defaults; auto: pocket without a GPU, gsm8k with one")
     model: str = knob("", "what", "Hugging Face folder or hub name of the policy to start from")
-    data: str = knob("", "what", 'folder with train.jsonl and test.jsonl of GSM8K, or "pocket" for generated problems')
+    data: str = knob("", "what", 'folder with GSM8K\'s train.jsonl and test.jsonl, "gsm8k" (downloads them), or "pocket"')
     mode: L["one-step-off", "sync", "partial"] = knob("one-step-off", "what", "which of the loops in trainer.py")
     compare: int = knob(
         0, "what", "run all three loops, N seeds each (alone: 1), one after the other, and draw them in one picture", alone=1
@@ -110,11 +114,12 @@ class Config:
     server_timeout_s: float = knob(60.0, "rollouts", "a server that is silent for longer is killed and started again, seconds")
 
     eval_problems: int = knob(256, "evaluation", "held-out problems, answered greedily before and after; 0: none")
+    eval_only: bool = knob(False, "evaluation", "answer --eval-problems of the test set greedily, print the accuracy, and stop")
     eval_every: int = knob(0, "evaluation", "also every so many steps; 0: only before and after")
     reward: L["strict", "flexible"] = knob("strict", "evaluation", "the number after the last ####, or the last number")
 
     out: str = knob("runs", "output", "folder of all runs")
-    name: str = knob("", "output", "folder of this run in --out; default: date, time, preset and mode")
+    name: str = knob("", "output", "folder of this run in --out; default: date, time, preset, mode and seed")
     save_every: int = knob(10, "output", "steps between checkpoints; 0: only the final policy")
     keep: int = knob(2, "output", "checkpoints kept")
     resume: bool = knob(False, "output", "go on from the newest complete checkpoint of --name")
@@ -168,6 +173,12 @@ def parse_config(argv: Sequence[str]) -> tuple[Config, str]:
         if "name" not in given or not (folder / "config.json").exists():
             raise UsageError(f"nothing to resume: {folder} has no config.json; give the run with --name")
         saved = json.loads((folder / "config.json").read_text())
+        for name in ("mode", "model", "data", "seed", "batch_size", "group_size"):
+            if given.get(name, saved[name]) != saved[name]:
+                flag = f"--{name.replace('_', '-')}"
+                raise UsageError(
+                    f"{flag} {given[name]}: {folder} was begun with {saved[name]}; leave {flag} out, or start anew"
+                )
     preset = given.get("preset") or saved.get("preset") or "auto"
     why = "chosen by --preset"
     if preset == "auto":
@@ -206,6 +217,10 @@ def check_config(config: Config) -> None:
             raise UsageError(f"--{name.replace('_', '-')} {value}: give a number above 0")
     if config.report_to != "none" and importlib.util.find_spec(config.report_to) is None:
         raise UsageError(f"--report-to {config.report_to}: it is not installed here; pip install {config.report_to}")
+    if config.eval_only and not config.eval_problems:
+        raise UsageError("--eval-only with --eval-problems 0: give at least 1")
+    if config.compare and config.eval_only:
+        raise UsageError("--compare trains, and --eval-only does not: leave one of them out")
     if config.compare and config.resume:
         raise UsageError("--compare cannot be resumed: leave --resume out, or resume its runs one by one")
     if config.temperature > 2:
@@ -294,6 +309,10 @@ class PocketProblems:
                 found.setdefault(problem.question, problem)
         return list(found.values())
 
+    def longest(self, n: int) -> list[Problem]:
+        """n training problems; all are of much the same length."""
+        return self.train(0, 0, n)
+
     def train(self, seed: int, start: int, n: int) -> list[Problem]:
         """Training problems start .. start + n - 1 of the stream `seed`; each is a function of its number alone."""
         problems = []
@@ -317,6 +336,10 @@ class GSM8K:
     def test(self, n: int) -> list[Problem]:
         """The first n test problems."""
         return self._test[:n]
+
+    def longest(self, n: int) -> list[Problem]:
+        """The n training problems of the most characters."""
+        return sorted(self._train, key=lambda problem: -len(problem.question))[:n]
 
     def train(self, seed: int, start: int, n: int) -> list[Problem]:
         """Training problems start .. start + n - 1 of an endless stream, shuffled anew in each epoch."""
@@ -358,13 +381,58 @@ def load_gsm8k(path: Path) -> list[Problem]:
     return problems
 
 
+GSM8K_URL = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data"
+GSM8K_SHA256 = {
+    "train.jsonl": "17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465",
+    "test.jsonl": "3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14",
+}
+
+
+def fetch_gsm8k() -> Path:
+    """The folder with GSM8K's two files in the user's cache, downloaded if they are not there yet. Raises UsageError.
+
+    Each is written aside, checked against its SHA-256 and only then given its name.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gsm8k"
+    mend = "put its train.jsonl and test.jsonl into a folder and give that with --data"
+    for name, sha256 in GSM8K_SHA256.items():
+        if (folder / name).exists():
+            continue
+        url = f"{GSM8K_URL}/{name}"
+        if not can_reach(url):
+            raise UsageError(f"--data gsm8k: {urlsplit(url).hostname} cannot be reached from here; {mend}")
+        from torch.hub import download_url_to_file
+
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            say(f"downloading {url}")
+            download_url_to_file(url, str(folder / name), hash_prefix=sha256, progress=sys.stderr.isatty())
+        except (OSError, RuntimeError) as error:
+            raise UsageError(f"--data gsm8k: {url}: {error}; {mend}") from error
+    return folder
+
+
+def can_reach(url: str) -> bool:
+    """Whether the host of `url` answers within five seconds; where there is a proxy, that is for the proxy to say."""
+    parts = urlsplit(url)
+    try:
+        if not getproxies():
+            port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+            socket.create_connection((parts.hostname, port), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
 def load_problems(data: str) -> PocketProblems | GSM8K:
     """The problems that --data names. Raises UsageError."""
     if data == "pocket":
         return PocketProblems()
-    if not Path(data).is_dir():
-        raise UsageError(f'--data {data}: no such folder; give one with train.jsonl and test.jsonl, or "pocket"')
-    return GSM8K(data)
+    if Path(data).is_dir():
+        return GSM8K(data)
+    if data == "gsm8k":
+        return GSM8K(str(fetch_gsm8k()))
+    raise UsageError(f'--data {data}: no such folder; give one with train.jsonl and test.jsonl, or "gsm8k", or "pocket"')
 
 
 # ---- The reward ------------------------------------------------------------------------------------------------------
@@ -601,12 +669,12 @@ def was_restarted() -> bool:
     return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
+def _never() -> bool:
+    return False
+
+
 def check_model_path(model: str) -> None:
     """Raises UsageError for what is neither a model folder, nor in the cache, nor to be had from the hub."""
-    import socket
-    from urllib.parse import urlsplit
-    from urllib.request import getproxies
-
     from huggingface_hub import constants, try_to_load_from_cache
 
     if Path(model).is_dir():
@@ -621,12 +689,9 @@ def check_model_path(model: str) -> None:
             return
     except ValueError as error:
         raise UsageError(f"--model {model}: neither a folder nor a hub name; {mend}") from error
-    host = urlsplit(constants.ENDPOINT).hostname
-    try:  # the hub's own client tries for a minute before it says that there is no network
-        if not getproxies():
-            socket.create_connection((host, 443), timeout=5).close()
-    except OSError as error:
-        raise UsageError(f"--model {model}: no such folder, not in the cache, and {host} cannot be reached; {mend}") from error
+    if not can_reach(constants.ENDPOINT):  # the hub's own client tries for a minute before it says so
+        host = urlsplit(constants.ENDPOINT).hostname
+        raise UsageError(f"--model {model}: no such folder, not in the cache, and {host} cannot be reached; {mend}")
 
 
 def load_tokenizer(model: str) -> tuple[Any, list[int]]:
@@ -671,7 +736,9 @@ def start_ray(verbose: bool, temporary: str) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: whatever else runs would go before the rollouts
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     ray.init(
+        address="local",  # whatever RAY_ADDRESS says
         num_cpus=os.cpu_count(),
         _node_ip_address="127.0.0.1",
         include_dashboard=False,
@@ -680,6 +747,7 @@ def start_ray(verbose: bool, temporary: str) -> None:
         logging_level="WARNING" if verbose else "ERROR",
         object_store_memory=1 << 30,
     )
+    signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own in place
 
 
 def model_lengths(model: str, config: Config) -> dict[str, int]:
@@ -696,8 +764,8 @@ def model_lengths(model: str, config: Config) -> dict[str, int]:
 
 
 def check_prompts(problems: PocketProblems | GSM8K, tokenizer: Any, config: Config) -> None:
-    """Raises UsageError for a prompt that is longer than --prompt-length. Looks at the test set and the first problems."""
-    for problem in [*problems.test(config.eval_problems), *problems.train(config.seed, 0, 200)]:
+    """Raises UsageError for a prompt that is longer than --prompt-length. Looks at the test set and the longest problems."""
+    for problem in [*problems.test(config.eval_problems), *problems.longest(200)]:
         chat = [{"role": "user", "content": problem.question}]
         n = len(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
         if n > config.prompt_length:
@@ -712,12 +780,13 @@ class Run:
         self.config = config
         self.started = time.perf_counter()
         self.rows: list[dict[str, Any]] = []
+        self.seconds_before = 0.0  # of the launches that this one resumes
         self.actors: list[Any] = []
         self.temporary = ""
         self.syncing = asyncio.Lock()  # held while weights go out
         self.problems = load_problems(config.data)
         check_model_path(config.model)
-        name = config.name or time.strftime(f"%Y%m%d-%H%M%S-{config.preset}-{config.mode}")
+        name = config.name or time.strftime(f"%Y%m%d-%H%M%S-{config.preset}-{config.mode}-seed{config.seed}")
         self.folder = Path(config.out) / name
         if self.folder.exists() and not config.resume and any(self.folder.iterdir()):
             raise UsageError(f"{self.folder} exists already: choose another --name, or go on with it by --resume")
@@ -746,7 +815,8 @@ class Run:
     def _make_folder(self) -> None:
         config, folder = self.config, self.folder
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            if not folder.exists():
+                folder.mkdir(parents=True)  # fails where another run has made it meanwhile
             saved = dataclasses.asdict(config) | {"resume": False}
             (folder / "config.json").write_text(json.dumps(saved, indent=1) + "\n")
         except OSError as error:
@@ -766,7 +836,7 @@ class Run:
         start_ray(self.config.verbose, self.temporary)
         import ray
 
-        from one_step_off import AgentLoopWorker, OneStepOffAgentLoopManager, RolloutBatch
+        from one_step_off import AgentLoopWorker, OneStepOffAgentLoopManager
         from partial_rollout import VLLMServer
 
         config, source, gpu = self.config, self.source, has_gpu()
@@ -781,42 +851,33 @@ class Run:
                 source,
                 seed=config.seed,
                 rank=rank,
-                cores=rollout_cores and [rollout_cores[rank % len(rollout_cores)]],
+                cores=rollout_cores and (rollout_cores[rank :: config.rollout_servers] or rollout_cores[-1:]),
                 dtype=config.dtype,
                 max_model_len=self.lengths["max_model_len"],
                 max_num_seqs=config.max_num_seqs,
                 block_size=32,
                 enforce_eager=not gpu,
                 exit_when_dead=True,
-                wait_for_weights=was_restarted,
+                wait_for_weights=_never if config.eval_only else was_restarted,
                 **device_args,
             )
             for rank, name in enumerate(names)
         ]
         self.actors = list(self.servers)
         looking.result()
-        self._make_folder()
+        if not config.eval_only:
+            self._make_folder()
         import torch
 
-        from trainer import GRPOTrainer, Timeline, load_checkpoint, load_policy
+        from trainer import Timeline
 
         if trainer_cores:
             os.sched_setaffinity(0, trainer_cores)
             torch.set_num_threads(len(trainer_cores))
-        torch.manual_seed(config.seed)
-        dtype = getattr(torch, config.dtype)
         device = "cuda" if gpu else "cpu"
-        knobs = {f.name for f in dataclasses.fields(GRPOTrainer) if f.init} - {"model", "reference"}
-        self.trainer = GRPOTrainer(
-            load_policy(source, dtype, config.gradient_checkpointing).to(device),
-            reference=load_policy(config.model, dtype).to(device) if config.kl_coef else None,
-            **{name: value for name, value in dataclasses.asdict(config).items() if name in knobs},
-        )
-        self.first_rollouts = None
-        if self.resume_from:
-            load_checkpoint(self.resume_from, self.trainer)
-            self.first_rollouts = RolloutBatch.load(self.resume_from / "trainer" / "rollouts.npz")
-        self.timeline = Timeline()
+        self.timeline, self.trainer = Timeline(), None
+        if not config.eval_only:
+            self._make_trainer(device)
 
         # The workers come last: until here the cores were busy with what takes longest, the import of vLLM.
         loop = "partial_single_turn_agent" if config.mode == "partial" else "single_turn_agent"
@@ -825,13 +886,34 @@ class Run:
         workers = [worker_actor.remote(make_loop) for _ in range(config.workers)]
         self.actors += workers
         self.manager = OneStepOffAgentLoopManager(workers, self.servers, timeout_s=config.timeout_s)
-        devices = ray.get([server.ready.remote() for server in self.servers])
-        ray.get([worker.ready.remote() for worker in workers])
-        parameters = sum(p.numel() for p in self.trainer.model.parameters())
-        say(f"policy     {source}, {parameters / 1e6:.1f} million parameters, {config.dtype}")
-        say(f"training   {device}{_cores(trainer_cores)}")
+        devices = ray.get([server.ready.remote() for server in self.servers], timeout=config.timeout_s)
+        ray.get([worker.ready.remote() for worker in workers], timeout=config.timeout_s)
+        if self.trainer:
+            parameters = sum(p.numel() for p in self.trainer.model.parameters())
+            say(f"policy     {source}, {parameters / 1e6:.1f} million parameters, {config.dtype}")
+            say(f"training   {device}{_cores(trainer_cores)}")
         for i, found in enumerate(devices):
             say(f"rollouts   vLLM server {i} on {found['device']}{_cores(None if gpu else found['cores'])}")
+
+    def _make_trainer(self, device: str) -> None:
+        import torch
+
+        from one_step_off import RolloutBatch
+        from trainer import GRPOTrainer, load_checkpoint, load_policy
+
+        config, dtype = self.config, getattr(torch, self.config.dtype)
+        torch.manual_seed(config.seed)
+        knobs = {f.name for f in dataclasses.fields(GRPOTrainer) if f.init} - {"model", "reference"}
+        self.trainer = GRPOTrainer(
+            load_policy(self.source, dtype, config.gradient_checkpointing).to(device),
+            reference=load_policy(config.model, dtype).to(device) if config.kl_coef else None,
+            **{name: value for name, value in dataclasses.asdict(config).items() if name in knobs},
+        )
+        self.first_rollouts = None
+        if self.resume_from:
+            load_checkpoint(self.resume_from, self.trainer)
+            waiting = self.resume_from / "trainer" / "rollouts.npz"  # there are none at the end of a run
+            self.first_rollouts = RolloutBatch.load(waiting) if waiting.exists() else None
 
     # -- what the loops call
 
@@ -902,34 +984,49 @@ class Run:
                     ping = asyncio.wrap_future(server.ping.options(max_task_retries=0).remote().future())
                     await asyncio.wait({death, ping}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
                     if not ping.done() and not death.done():
-                        say(f"vLLM server {i} did not answer within {limit_s:g} s; it is killed and started again")
-                        ray.kill(server, no_restart=False)
-                        break
+                        raise TimeoutError
                     await asyncio.wait({death}, timeout=period_s)
                 await asyncio.gather(death, ping, return_exceptions=True)
-                await server.ready.remote()
+                await asyncio.wait_for(server.ready.remote(), self.config.timeout_s)
                 async with self.syncing:  # a sync that was going on has given it weights already
-                    if await server.ping.remote():
-                        await server.update_weights.remote(self.weights, self.weights_version)
+                    if await asyncio.wait_for(server.ping.remote(), limit_s):
+                        await asyncio.wait_for(server.update_weights.remote(self.weights, self.weights_version), limit_s)
+            except TimeoutError:
+                say(f"vLLM server {i} did not answer within {limit_s:g} s; it is killed and started again")
+                ray.kill(server, no_restart=False)
+                await asyncio.wait({death}, timeout=limit_s)
+                continue
             except RayActorError:
                 return  # once too often: those who wait for its answers hear of it
             finally:
                 death.cancel()
             say(f"vLLM server {i} was started again, and has the weights of version {self.weights_version}")
 
-    async def accuracy(self) -> float:
-        """Share of the held-out problems that the policy in the servers answers rightly, greedily."""
+    async def held_out(self) -> dict[str, float]:
+        """Held-out problems, answered greedily by the policy in the servers: the share that is right, and that has a number
+        after ####."""
         prompts = self.test_prompts[:]
-        prompts.meta_info["param_version"] = self.trainer.param_version
-        with self.timeline.span("rollouts", "evaluate", self.trainer.param_version):
+        prompts.meta_info["param_version"] = version = self.trainer.param_version if self.trainer else 0
+        with self.timeline.span("rollouts", "evaluate", version):
             rollouts = self.score(await self.manager.generate_sequences_async(prompts))
         await self.manager.clear_kv_cache()
-        return float(rollouts["rewards"].mean())
+        answered = [read_answer(text) is not None for text in rollouts["text"]]
+        return {"accuracy": float(rollouts["rewards"].mean()), "answered": sum(answered) / len(answered)}
+
+    async def evaluate_only(self) -> None:
+        """Prints what the policy can do as it is."""
+        figures, n = await self.held_out(), len(self.test_prompts)
+        low, high = wilson_interval(round(figures["accuracy"] * n), n)
+        within = f"95 % confidence: {low:.3f} to {high:.3f}"
+        say(f"held-out accuracy  {figures['accuracy']:.3f} of {n} problems, greedy ({within})")
+        say(f"with a #### number {figures['answered']:.3f}")
 
     async def evaluate(self, t: int) -> dict[str, float]:
         """Held-out accuracy at every eval_every-th step but the first, which is measured anyway."""
         every = self.config.eval_every
-        return {"eval/accuracy": await self.accuracy()} if every and t and t % every == 0 else {}
+        if not (every and t and t % every == 0):
+            return {}
+        return {f"eval/{name}": value for name, value in (await self.held_out()).items()}
 
     def checkpoint(self, t: int, rollouts: Any) -> None:
         """Saves at every save_every-th step; the last one is saved by `fit`, when it is over."""
@@ -945,7 +1042,8 @@ class Run:
 
     def log(self, t: int, metrics: dict[str, float], rollouts: Any) -> None:
         """A line in metrics.jsonl, the first group's responses in samples.jsonl, and the progress bar."""
-        generated, seconds = int(rollouts["response_ids"].lengths.sum()), time.perf_counter() - self.started
+        generated = int(rollouts["response_ids"].lengths.sum())
+        seconds = self.seconds_before + time.perf_counter() - self.started
         row = {"step": t, **metrics, "time/seconds": seconds, "time/tokens_per_s": generated / metrics["time/step_s"]}
         self.rows.append(row)
         self.tracker.log(row)
@@ -1000,9 +1098,9 @@ class Run:
         before_file = self.folder / "before.json"  # a resumed run has no weights to measure this with any more
         before = json.loads(before_file.read_text()) if before_file.exists() else None
         if before is None and config.eval_problems:
-            before = await self.accuracy()
+            before = await self.held_out()
             before_file.write_text(json.dumps(before))
-            say(f"before     {before:.3f} of {config.eval_problems} held-out problems answered rightly")
+            say(f"before     {before['accuracy']:.3f} of {len(self.test_prompts)} held-out problems answered rightly")
         self.bar = Progress(config.steps, self.first_step)
         self.tracker = Tracker(config.report_to, self.folder, config)
         first_step_at = time.perf_counter() - self.started
@@ -1021,7 +1119,7 @@ class Run:
         after = None
         if config.eval_problems:
             await self.sync()
-            after = await self.accuracy()
+            after = await self.held_out()
         return {"before": before, "after": after, "fit_s": seconds, "first_step_s": first_step_at}
 
     async def _add_servers_to_timeline(self) -> None:
@@ -1048,20 +1146,33 @@ class Run:
                 aside.replace(path)
                 if name == "metrics.jsonl":
                     self.rows = [json.loads(line) for line in lines]
+                    self.seconds_before = self.rows[-1]["time/seconds"] if self.rows else 0.0
 
     def close(self) -> None:
         """Ends every process that this run started. Idempotent."""
-        if "ray" not in sys.modules:
-            return
-        import ray
+        if "ray" in sys.modules:
+            import ray
 
-        for actor in self.actors:
-            ray.kill(actor)
-        self.actors = []
-        if hasattr(self, "manager"):
-            self.manager.close()
-        ray.shutdown()
-        shutil.rmtree(self.temporary, ignore_errors=True)
+            for actor in self.actors:
+                ray.kill(actor)
+            self.actors = []
+            if hasattr(self, "manager"):
+                self.manager.close()
+            ray.shutdown()
+        if self.temporary:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+def wilson_interval(right: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Between which shares the true one lies, where `right` of n came out right (E. B. Wilson, 1927).
+
+    >>> [round(x, 3) for x in wilson_interval(0, 100)], [round(x, 3) for x in wilson_interval(50, 100)]
+    ([0.0, 0.037], [0.404, 0.596])
+    """
+    z, share = NormalDist().inv_cdf((1 + confidence) / 2), right / n
+    middle = share + z * z / (2 * n)
+    half = z * math.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2)
+    return max(0.0, (middle - half) / (1 + z * z / n)), min(1.0, (middle + half) / (1 + z * z / n))
 
 
 def _cores(cores: Sequence[int] | None) -> str:
@@ -1283,7 +1394,8 @@ def compare(config: Config) -> None:
     say("\n| " + " | ".join(names) + " |\n|" + "---|" * len(names))
     for mode, seed in sorted(todo, key=lambda key: todo.index((key[0], config.seed))):
         summary = json.loads((runs[mode, seed] / "summary.json").read_text())
-        cells = [mode, seed, *(summary[name] for name in ("before", "after", "step_s", "fit_s", "overlap_efficiency"))]
+        held_out = [summary[when]["accuracy"] if summary[when] else "" for when in ("before", "after")]
+        cells = [mode, seed, *held_out, *(summary[name] for name in ("step_s", "fit_s", "overlap_efficiency"))]
         cells += [
             sum(row["staleness/mean"] for row in rows[mode, seed]) / len(rows[mode, seed]),
             max(row["staleness/max"] for row in rows[mode, seed]),
@@ -1306,8 +1418,11 @@ def summarize(run: Run, result: dict[str, Any]) -> None:
     (run.folder / "summary.json").write_text(json.dumps(result, indent=1) + "\n")
     say("")
     if result["after"] is not None:
-        counted = f"({config.eval_problems} problems, greedy)"
-        say(f"held-out accuracy  {result['before']:.3f} before, {result['after']:.3f} after {counted}")
+        counted = f"({len(run.test_prompts)} problems, greedy)"
+        before, after = result["before"], result["after"]
+        say(f"held-out accuracy  {before['accuracy']:.3f} before, {after['accuracy']:.3f} after {counted}")
+        if min(before["answered"], after["answered"]) < 1:
+            say(f"with a #### number {before['answered']:.3f} before, {after['answered']:.3f} after")
     first, last = (row["response_length/mean"] for row in (rows[0], rows[-1]))
     say(f"response length    {first:.0f} tokens in the first step, {last:.0f} in the last")
     say(
@@ -1331,6 +1446,9 @@ def describe_failure(run: Run, error: Exception) -> str:
         line += f"; traceback in {file}"
     except OSError:
         pass
+    if isinstance(error, FloatingPointError):  # it would happen again
+        newest = max(run.checkpoints.glob("step_*"), default=run.config.model)
+        return f"{line}; lower --learning-rate, and start from {newest} with --model"
     if run.checkpoints.is_dir() and any(run.checkpoints.glob("step_*")):
         line += f"; go on from the newest checkpoint with --out {run.config.out} --name {run.folder.name} --resume"
     return line
@@ -1355,12 +1473,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             compare(config)
             return 0
         run = Run(config)
-        if run.first_step >= config.steps:
+        if run.first_step >= config.steps and (run.folder / "summary.json").exists():
             say(f"nothing left to do: {run.resume_from} is the end of {config.steps} steps")
             return 0
         if config.resume:
             say(f"resuming   {run.resume_from or 'from the start, there is no checkpoint yet'}")
         run.start()
+        if config.eval_only:
+            asyncio.run(run.evaluate_only())
+            return 0
         result = asyncio.run(run.fit())
         summarize(run, result)
         return 0
@@ -1384,4 +1505,8 @@ if __name__ == "__main__":
     # By import: what Ray pickles by reference must have a module that its workers can import, and __main__ is theirs.
     import run_gsm8k
 
-    sys.exit(run_gsm8k.main())
+    status = run_gsm8k.main()
+    if status == 130:
+        sys.stdout.flush()
+        os._exit(status)  # else the exit would wait for the thread that trains to end its update
+    sys.exit(status)

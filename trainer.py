@@ -475,7 +475,8 @@ class Parts:
     trainer              its `update(rollouts)` blocks, so it gets a thread
     steps, first_step    batches first_step .. steps - 1 are trained
     first_rollouts       those of batch `first_step`, where a checkpoint brought them
-    checkpoint(t, rollouts)   called when nothing is in flight and batch t waits to be trained
+    checkpoint(t, rollouts)   called when nothing is in flight and batch t waits to be trained; in fit_partial `rollouts` are
+                         all that wait, finished and cut, or None
     evaluate(t)          called when nothing is in flight and the servers have the weights that batch t will change; returns
                          metrics
     log(t, metrics, rollouts)   called after each update
@@ -619,6 +620,29 @@ class GroupPool:
         groups, self.cut = dict(sorted(self.cut.items())), {}
         return groups
 
+    def untrained(self, concat: Callable[[list[Any]], Any]) -> Any:
+        """All groups that wait here, as one batch whose meta_info["groups"] says which they are; None if there are none.
+
+        What a checkpoint needs, at a moment when no group is out.
+        """
+        groups = dict(sorted({**self.finished, **self.cut}.items()))
+        if not groups:
+            return None
+        batch = concat(list(groups.values()))
+        batch.meta_info["groups"] = [(number, self.admitted_at[number], len(group)) for number, group in groups.items()]
+        return batch
+
+    def restore(self, untrained: Any) -> None:
+        """Takes in what `untrained` gave."""
+        start = 0
+        for number, admitted_at, size in [] if untrained is None else untrained.meta_info["groups"]:
+            group = untrained[start : start + size]
+            del group.meta_info["groups"]
+            start += size
+            self.admitted += 1  # beyond those that are trained already
+            self.admitted_at[number] = admitted_at
+            self.put(number, group)
+
     def take(self, version: int) -> dict[int, Any] | None:
         """The batch to train at `version`: number -> group, oldest first. None while it has to wait."""
         chosen = sorted(self.finished)[: self.batch_size]
@@ -644,19 +668,31 @@ async def fit_partial(parts: Parts, *, batch_size: int, max_staleness: int) -> N
 
     With max_staleness=0 nothing may run ahead, and it trains what `fit_sync` trains, to the bit.
     """
-    pool = GroupPool(batch_size, max_staleness, total=parts.steps * batch_size)
+    pool = GroupPool(batch_size, max_staleness, total=parts.steps * batch_size, admitted=parts.first_step * batch_size)
+    pool.restore(parts.first_rollouts)
     in_flight: dict[Any, int] = {}
+    came_back = 0.0
+
+    def note(_: Any) -> None:
+        nonlocal came_back
+        came_back = time.perf_counter()
 
     def dispatch() -> None:
         groups = pool.resumable()
         groups |= {number: parts.group(number) for number in pool.admit(parts.trainer.param_version)}
-        in_flight.update(zip(parts.generate_groups(list(groups.values())), groups, strict=True))
+        tasks = parts.generate_groups(list(groups.values()))
+        for task in tasks:
+            task.add_done_callback(note)
+        in_flight.update(zip(tasks, groups, strict=True))
 
+    if parts.first_step >= parts.steps:
+        return
     sync_s = await parts.timed_sync()
-    wave = time.perf_counter()
+    evaluation = await parts.evaluated(parts.first_step)
+    wave = came_back = time.perf_counter()
     dispatch()
     try:
-        for t in range(parts.steps):
+        for t in range(parts.first_step, parts.steps):
             start = time.perf_counter()
             version = parts.trainer.param_version
             while (taken := pool.take(version)) is None:
@@ -677,18 +713,20 @@ async def fit_partial(parts: Parts, *, batch_size: int, max_staleness: int) -> N
             for task, number in list(in_flight.items()):  # all of them come back: finished, or with the tokens they have
                 pool.put(number, await task)
                 del in_flight[task]
-            parts.timeline.add("rollouts", f"generate v{version}", wave, time.perf_counter(), version)
-            await parts.sync()
-            await parts.resume()
-            parts.timeline.add("sync", f"sync {version + 1}", syncing, time.perf_counter(), version + 1)
-            evaluation = await parts.evaluated(t + 1)
-            wave = time.perf_counter()
-            dispatch()
-
-            step_s = time.perf_counter() - start
-            times = step_times(step_s - sync_s, wait_s, train_s, sync_s, step_s)
-            sync_s = wave - syncing
+            parts.timeline.add("rollouts", f"generate v{version}", wave, came_back, version)
+            times = step_times(came_back - wave, wait_s, train_s, sync_s, syncing - start + sync_s)
             parts.log(t, metrics | evaluation | times, scored)
+            if t + 1 < parts.steps:
+                # Nothing is in flight: the one moment to save, and to change the weights.
+                parts.checkpoint(t + 1, pool.untrained(parts.concat))
+                await parts.sync()
+            await parts.resume()
+            if t + 1 < parts.steps:
+                sync_s = time.perf_counter() - syncing
+                parts.timeline.add("sync", f"sync {version + 1}", syncing, time.perf_counter(), version + 1)
+                evaluation = await parts.evaluated(t + 1)
+                wave = came_back = time.perf_counter()
+                dispatch()
     finally:
         for task in in_flight:
             task.cancel()

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import doctest
+import hashlib
+import http.server
 import json
+import math
 import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -124,6 +132,69 @@ def test_gsm8k_files_are_read_whole_or_refused_with_their_line(tmp_path: Path) -
         load_gsm8k(tmp_path / "test.jsonl")
 
 
+@pytest.fixture
+def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, bytes]]:
+    """A web server on this machine in place of GSM8K's; it has what is put into the dict. The cache is empty."""
+    files: dict[str, bytes] = {}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = files.get(self.path[1:])
+            self.send_response(404 if body is None else 200)
+            self.send_header("Content-Length", str(len(body or b"")))
+            self.end_headers()
+            self.wfile.write(body or b"")
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(run_gsm8k, "GSM8K_URL", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(run_gsm8k, "getproxies", dict)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    yield files
+    server.shutdown()
+    server.server_close()
+
+
+def test_gsm8k_is_downloaded_once_and_checked(web: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both files, each against its SHA-256; the second time nothing is asked of the network. A wrong file leaves nothing."""
+    lines = {name: json.dumps({"question": name, "answer": "#### 4"}).encode() for name in run_gsm8k.GSM8K_SHA256}
+    monkeypatch.setattr(run_gsm8k, "GSM8K_SHA256", {name: hashlib.sha256(body).hexdigest() for name, body in lines.items()})
+    web |= lines | {"test.jsonl": lines["test.jsonl"] + b" "}
+    with pytest.raises(
+        UsageError, match=r"test\.jsonl: invalid hash value.*; put its train.jsonl and test.jsonl into a folder"
+    ):
+        run_gsm8k.load_problems("gsm8k")
+    assert [path.name for path in (tmp_path / "cache" / "gsm8k").iterdir()] == ["train.jsonl"], "what is wrong is gone"
+    del web["test.jsonl"]
+    with pytest.raises(UsageError, match="404"):
+        run_gsm8k.load_problems("gsm8k")
+    web |= lines
+    assert run_gsm8k.load_problems("gsm8k").test(1)[0].answer == "4"
+    web.clear()
+    assert run_gsm8k.load_problems("gsm8k").train(0, 0, 1)[0].question.startswith("train.jsonl")
+
+
+def test_without_a_network_one_line_says_what_to_do(web: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No one listens at that port: refused at once, with the mend."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(run_gsm8k, "GSM8K_URL", f"http://127.0.0.1:{free.getsockname()[1]}")
+        with pytest.raises(UsageError, match=r"127.0.0.1 cannot be reached from here; put its train.jsonl"):
+            run_gsm8k.load_problems("gsm8k")
+
+
+def test_the_confidence_interval_is_where_the_observed_share_is_no_surprise() -> None:
+    """Wilson's interval by its definition: the shares from which `right` of n lies at most z standard deviations away."""
+    for right, n in ((0, 20), (7, 256), (128, 256), (256, 256)):
+        z = NormalDist().inv_cdf(0.975)
+        fits = [p for p in np.linspace(0, 1, 100_001) if abs(right / n - p) <= z * math.sqrt(p * (1 - p) / n) + 1e-12]
+        assert run_gsm8k.wilson_interval(right, n) == pytest.approx((fits[0], fits[-1]), abs=2e-5)
+
+
 def test_each_response_has_a_seed_of_its_own_that_depends_on_nothing_else() -> None:
     """Seeds follow (run seed, uid): no twins in a group, another run seed gives others, the batch's cut gives the same."""
     problems = PocketProblems().train(0, 0, 4)
@@ -153,6 +224,8 @@ def test_each_response_has_a_seed_of_its_own_that_depends_on_nothing_else() -> N
         (["--response-length", "2000"], "--response-length 2000 do not fit in the 1024 tokens of"),
         (["--prompt-length", "5"], "--prompt-length 5: a prompt has"),
         (["--resume", "--name", "nowhere"], "nothing to resume"),
+        (["--eval-only", "--eval-problems", "0"], "--eval-only with --eval-problems 0: give at least 1"),
+        (["--compare", "-1"], "--compare -1: give at least 0"),
     ],
 )
 def test_bad_input_ends_in_one_line_that_names_the_value(
@@ -236,21 +309,27 @@ def metrics_of(folder: Path) -> list[dict[str, float]]:
     return [{key: value for key, value in row.items() if not key.startswith(("time/", "eval/"))} for row in rows]
 
 
-def test_a_run_trains_says_so_and_is_repeated_to_the_bit_after_a_kill(tmp_path: Path) -> None:
-    """One-step-off on real Ray and vLLM: staleness 0, 1, 1; all files; and a run killed -9 and resumed gives the same lines.
-
-    The killed one is evaluated at every step, which must change nothing, and finds a checkpoint that is harmed.
-    """
-    whole = command("--out", str(tmp_path), "--name", "whole")
-    out, err = whole.communicate(timeout=240)
-    assert whole.returncode == 0, err
-    assert "preset pocket" in out and "held-out accuracy" in out and str(tmp_path / "whole") in out
-    rows = metrics_of(tmp_path / "whole")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    """The metrics of a one-step-off run on real Ray and vLLM that nothing happened to: staleness 0, 1, 1, and all files."""
+    folder = tmp_path_factory.mktemp("runs")
+    run = command("--out", str(folder), "--name", "whole")
+    out, err = run.communicate(timeout=240)
+    assert run.returncode == 0, err
+    assert "preset pocket" in out and "held-out accuracy" in out and str(folder / "whole") in out
+    rows = metrics_of(folder / "whole")
     assert [row["staleness/mean"] for row in rows] == [0, 1, 1] and [row["staleness/max"] for row in rows] == [0, 1, 1]
     assert all(abs(row["sampler_ratio"] - 1) < 1e-3 for row in rows[:1]), "sampler and trainer compute the same probabilities"
     for name in ("curve.png", "timeline.png", "timeline.json", "samples.jsonl", "config.json", "checkpoints/step_000003"):
-        assert (tmp_path / "whole" / name).exists(), name
+        assert (folder / "whole" / name).exists(), name
+    return rows
 
+
+def test_a_run_that_is_killed_and_resumed_is_the_same_to_the_bit(tmp_path: Path, whole: list[dict[str, float]]) -> None:
+    """Killed -9 and resumed, a run writes the lines of one that nothing happened to.
+
+    This one is evaluated at every step, which must change nothing, and finds a checkpoint that is harmed.
+    """
     killed = command("--out", str(tmp_path), "--name", "killed", "--eval-every", "1", start_new_session=True)
     checkpoint = tmp_path / "killed" / "checkpoints" / "step_000001"
     end = time.monotonic() + 240
@@ -266,13 +345,31 @@ def test_a_run_trains_says_so_and_is_repeated_to_the_bit_after_a_kill(tmp_path: 
     assert resumed.returncode == 0, err
     assert "step_000009 is incomplete (model.safetensors differs from its checksum): skipped" in out
     assert "resuming" in out and "step_000009" not in out.split("resuming")[1]
-    assert metrics_of(tmp_path / "killed") == rows
+    assert metrics_of(tmp_path / "killed") == whole
     last = (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()[-1]
     assert 0 <= json.loads(last)["eval/accuracy"] <= 1
     assert all(f"`{key}`" in (ROOT / "README.md").read_text() for key in json.loads(last) if key != "step"), "explained"
     over = command("--out", str(tmp_path), "--name", "killed", "--resume")
     out, err = over.communicate(timeout=240)
-    assert over.returncode == 0 and "nothing left to do" in out and metrics_of(tmp_path / "killed") == rows, err
+    assert over.returncode == 0 and "nothing left to do" in out and metrics_of(tmp_path / "killed") == whole, err
+
+
+def test_a_run_whose_engine_and_worker_are_killed_loses_nothing(tmp_path: Path, whole: list[dict[str, float]]) -> None:
+    """Each is started again, the engine gets the current weights first, and the run is that of one that nothing happened to."""
+    run = command("--out", str(tmp_path), "--name", "faulty", env={**os.environ, "RUN_MARK": str(tmp_path)})
+    end = time.monotonic() + 240
+    while not (tmp_path / "faulty" / "metrics.jsonl").exists():
+        assert time.monotonic() < end and run.poll() is None, run.communicate()
+        time.sleep(0.02)
+    for title in ("EngineCore", "ray::AgentLoopWorker"):
+        (pid, *_) = [pid for pid, text in processes_marked(str(tmp_path)) if title in text]
+        os.kill(pid, signal.SIGKILL)
+    out, err = run.communicate(timeout=300)
+    assert run.returncode == 0, err
+    assert "vLLM server 0 was started again, and has the weights of version" in out, out
+    names = "reward", "response_length/mean", "response_length/max", "staleness/mean", "staleness/max"
+    curves = [[[row[name] for name in names] for row in rows] for rows in (metrics_of(tmp_path / "faulty"), whole)]
+    assert curves[0] == curves[1]
 
 
 def test_ctrl_c_ends_the_run_and_leaves_no_process(tmp_path: Path) -> None:
@@ -302,13 +399,14 @@ def test_ctrl_c_ends_the_run_and_leaves_no_process(tmp_path: Path) -> None:
         time.sleep(0.1)
 
 
-def processes_marked(mark: str) -> list[str]:
-    """Command lines of the processes whose environment has RUN_MARK=mark: the run's and its children's."""
+def processes_marked(mark: str) -> list[tuple[int, str]]:
+    """(pid, command line and name) of the processes whose environment has RUN_MARK=mark: the run's and its children's."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if f"RUN_MARK={mark}".encode() in (process / "environ").read_bytes().split(b"\0"):
-                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+                text = (process / "cmdline").read_bytes().replace(b"\0", b" ") + (process / "comm").read_bytes()
+                found.append((int(process.name), text.decode()))
         except OSError:
             pass
     return found

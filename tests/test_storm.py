@@ -42,7 +42,7 @@ class FakeClockLoop(asyncio.SelectorEventLoop):
 
 
 def next_token(prefix: Sequence[int], param_version: int) -> int:
-    """Below 5 of 1,000: an end. A function of the whole prefix and of the weights."""
+    """Below 8 of 1,000: an end. A function of the last tokens, of their position, and of the weights."""
     return hash((*prefix[-3:], len(prefix), param_version)) % 1000
 
 
@@ -138,10 +138,19 @@ class SimulatedParts(Parts):
         return self.trainer.update(rollouts), rollouts, 1.0
 
 
-async def storm(seed: int, seconds: float) -> tuple[Trainer, dict[str, int], float]:
-    """Trains for so long, in the middle of it all; (trainer, how often each thing happened, simulated seconds)."""
+class KilledError(Exception):
+    """What kill -9 is to a process: nothing runs on. It has the checkpoint that was just written."""
+
+
+async def storm(
+    seed: int, seconds: float, trainer: Trainer, first_step: int = 0, waiting: Any = None, kill_at: int = -1
+) -> tuple[dict[str, int], float]:
+    """Trains for so long, in the middle of it all; (how often each thing happened, simulated seconds).
+
+    Raises KilledError, with step and rollouts of the checkpoint, at step `kill_at`.
+    """
     rng = random.Random(seed)
-    servers, trainer = [Server(speed) for speed in (20.0, 35.0)], Trainer()
+    servers = [Server(speed) for speed in (20.0, 35.0)]
     limits = {"response_length": LONGEST, "max_model_len": 999, "eos_token_ids": range(8)}
     loop = PartialSingleTurnAgentLoop(LLMServerManager(servers), Numbers(), **limits)
     lives = [0, 0]  # of the workers
@@ -200,6 +209,10 @@ async def storm(seed: int, seconds: float) -> tuple[Trainer, dict[str, int], flo
             else:  # the same weights once more, by someone who does not know that they are there
                 await on_all("update_weights", servers[0].param_version)
 
+    def checkpoint(t: int, rollouts: Any) -> None:
+        if t == kill_at:
+            raise KilledError(t, rollouts)
+
     def concat(groups: list[RolloutBatch]) -> RolloutBatch:
         return RolloutBatch.concat([RolloutBatch(chunk.columns) for chunk in groups])
 
@@ -208,6 +221,9 @@ async def storm(seed: int, seconds: float) -> tuple[Trainer, dict[str, int], flo
         sync=lambda: on_all("update_weights", trainer.param_version),
         trainer=trainer,
         steps=round(seconds / 8),
+        first_step=first_step,
+        first_rollouts=waiting,
+        checkpoint=checkpoint,
         group=group,
         generate_groups=generate_groups,
         concat=concat,
@@ -216,21 +232,42 @@ async def storm(seed: int, seconds: float) -> tuple[Trainer, dict[str, int], flo
     )
     parts.train_s = lambda: rng.uniform(1, 6)
     disturbing = asyncio.ensure_future(disturb())
-    await fit_partial(parts, batch_size=BATCH, max_staleness=STALENESS)
-    disturbing.cancel()
-    await asyncio.gather(disturbing, return_exceptions=True)
-    return trainer, happened, asyncio.get_running_loop().time()
+    try:
+        await fit_partial(parts, batch_size=BATCH, max_staleness=STALENESS)
+    finally:
+        disturbing.cancel()
+        await asyncio.gather(disturbing, return_exceptions=True)
+    return happened, asyncio.get_running_loop().time()
 
 
 @pytest.mark.parametrize("seed", [int(os.environ["STORM_SEED"])] if "STORM_SEED" in os.environ else range(4))
 def test_ten_minutes_of_storm_lose_nothing_and_double_nothing(seed: int) -> None:
     """Every prompt is trained exactly once, in a complete group, in time; each token is that of its version; it stops right."""
     print(f"STORM_SEED={seed}")
+    trainer = Trainer()
     with asyncio.Runner(loop_factory=FakeClockLoop) as runner:
-        trainer, happened, seconds = runner.run(storm(seed, 600))
+        happened, seconds = runner.run(storm(seed, 600, trainer))
     print(
         f"{seconds:.0f} simulated seconds, {len(trainer.trained)} responses, {trainer.partial} of several versions, {happened}"
     )
-    expected = [f"{number}-{k}" for number in range(trainer.param_version * BATCH) for k in range(GROUP)]
-    assert sorted(trainer.trained) == sorted(expected) and trainer.param_version == 75
+    assert sorted(trainer.trained) == everything(75) and trainer.param_version == 75
     assert seconds > 600 and min(happened.values()) > 5 and trainer.partial > 100
+
+
+def everything(steps: int) -> list[str]:
+    """The uid of each prompt's responses, over so many steps."""
+    return sorted(f"{number}-{k}" for number in range(steps * BATCH) for k in range(GROUP))
+
+
+@pytest.mark.parametrize("kill_at", [1, 7, 19])
+def test_a_killed_partial_run_goes_on_with_the_tokens_that_it_had(kill_at: int, tmp_path: Any) -> None:
+    """From its checkpoint, through the file that it is written to: each prompt once, also those that were finished or cut."""
+    trainer = Trainer()
+    with asyncio.Runner(loop_factory=FakeClockLoop) as runner, pytest.raises(KilledError) as killed:
+        runner.run(storm(0, 160, trainer, kill_at=kill_at))
+    step, waiting = killed.value.args
+    assert step == trainer.param_version == kill_at and waiting["response_ids"].lengths.sum() > 0
+    waiting.save(tmp_path / "rollouts.npz")
+    with asyncio.Runner(loop_factory=FakeClockLoop) as runner:
+        runner.run(storm(1, 160, trainer, first_step=step, waiting=RolloutBatch.load(tmp_path / "rollouts.npz")))
+    assert sorted(trainer.trained) == everything(20) and trainer.param_version == 20

@@ -1417,6 +1417,11 @@ def test_fit_partial_trains_every_prompt_once_and_never_too_late(lengths: list[i
     """On a fake engine that makes a token per tick: each group once, whole, its tokens' versions within max_staleness, and
     every token stamped with the version that the engine had when it made it."""
 
+    class Many(list):
+        def __init__(self, groups: list[Any]) -> None:
+            super().__init__(groups)
+            self.meta_info: dict[str, Any] = {}
+
     class Engine:
         def __init__(self) -> None:
             self.version, self.open, self.stopped = -1, True, asyncio.Event()
@@ -1475,7 +1480,7 @@ def test_fit_partial_trains_every_prompt_once_and_never_too_late(lengths: list[i
             steps=4,
             group=lambda number: {"number": number, "length": lengths[number], "made": [], "spans": []},
             generate_groups=lambda groups: [asyncio.ensure_future(counted(group)) for group in groups],
-            concat=lambda groups: groups,
+            concat=Many,
             cancel=cancel,
             resume=resume,
         )

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,13 +27,25 @@ SMALL = ["--preset", "pocket", "--steps", "6", "--batch-size", "4", "--group-siz
 SMALL += ["--response-length", "128", "--save-every", "1", "--server-timeout-s", "15"]
 
 
+RAISES = """
+import sys, trainer, run_gsm8k
+update = trainer.GRPOTrainer.update
+def broken(self, rollouts):
+    if self.param_version == 2:
+        raise FloatingPointError("step 2: the loss of sample x is not finite")
+    return update(self, rollouts)
+trainer.GRPOTrainer.update = broken
+sys.exit(run_gsm8k.main())
+"""
+
+
 class Run:
     """The command, marked by an environment variable, so that its processes can be found."""
 
-    def __init__(self, folder: Path, name: str, *argv: str) -> None:
+    def __init__(self, folder: Path, name: str, *argv: str, program: Sequence[str] = (str(ROOT / "run_gsm8k.py"),)) -> None:
         self.folder, self.mark = folder / name, f"{folder}/{name}"
-        command = [sys.executable, str(ROOT / "run_gsm8k.py"), *SMALL, "--out", str(folder), "--name", name, *argv]
-        environment = os.environ | {"RUN_MARK": self.mark}
+        command = [sys.executable, *program, *SMALL, "--out", str(folder), "--name", name, *argv]
+        environment = os.environ | {"RUN_MARK": self.mark, "PYTHONPATH": str(ROOT)}
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
         )
@@ -62,7 +74,8 @@ class Run:
         """Until that many steps are in metrics.jsonl."""
         end, metrics = time.monotonic() + limit_s, self.folder / "metrics.jsonl"
         while not (metrics.exists() and metrics.read_text().count("\n") >= step):
-            assert time.monotonic() < end and self.process.poll() is None, self.process.communicate()[0]
+            assert time.monotonic() < end, f"no step {step} within {limit_s} s"
+            assert self.process.poll() is None, self.process.communicate()[0]
             time.sleep(0.02)
 
     def finish(self, limit_s: float = 400) -> tuple[int, str]:
@@ -90,6 +103,7 @@ FAULTS: dict[str, tuple[str, Callable[[Run], None], str, int]] = {
     "engine killed": ("one-step-off", killer("EngineCore"), "was started again", 0),
     "engine killed, sync": ("sync", killer("EngineCore"), "was started again", 0),
     "engine hangs": ("one-step-off", killer("EngineCore", signal.SIGSTOP), "did not answer within 15 s", 0),
+    "training raises": ("one-step-off", lambda run: None, "step 2: the loss of sample x is not finite", 1),
     "SIGTERM": ("one-step-off", lambda run: run.process.terminate(), "interrupted", 130),
     "Ctrl-C": ("partial", lambda run: run.process.send_signal(signal.SIGINT), "interrupted", 130),
 }
@@ -98,9 +112,11 @@ FAULTS: dict[str, tuple[str, Callable[[Run], None], str, int]] = {
 def inject(name: str, folder: Path, rng: random.Random) -> tuple[Run, int, str, float]:
     """One run with one fault after its second step: (run, status, output, seconds from the fault to the end)."""
     mode, fault, _, _ = FAULTS[name]
-    run = Run(folder, name.replace(" ", "-").replace(",", ""), "--mode", mode)
+    program = {"program": ("-c", RAISES)} if name == "training raises" else {}
+    run = Run(folder, name.replace(" ", "-").replace(",", ""), "--mode", mode, **program)
     run.wait_for_step(2)
-    time.sleep(rng.uniform(0, 1))
+    if not program:
+        time.sleep(rng.uniform(0, 1))
     start = time.monotonic()
     fault(run)
     status, out = run.finish()
@@ -178,15 +194,15 @@ def main() -> int:
         for name in args.only:
             if name in FAULTS:
                 mode, _, says, expected = FAULTS[name]
-                whole, before = curve_of(mode), temporary_files()
+                whole, before, again = curve_of(mode), temporary_files(), 0
                 run, status, out, seconds = inject(name, folder, rng)
                 left = left_behind(run, before)
                 if expected:  # it was ended: go on
-                    again, text = Run(folder, run.folder.name, "--resume", "--mode", mode).finish()
-                    out += text if again else ""
+                    again, text = Run(folder, run.folder.name, "--resume").finish()
+                    out += text
                 # In partial mode a restart changes what is finished first, so the number of steps is all that is sure.
                 same = run.curve() == whole if mode != "partial" else len(run.curve()) == len(whole)
-                problem = status != expected or says not in out or not same or left
+                problem = status != expected or again or says not in out or not same or left
                 print(
                     f"| {name} | {status} | {seconds:.1f} | {'same' if same else 'DIFFERS'} | {left or 'nothing'} |", flush=True
                 )
