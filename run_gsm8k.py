@@ -754,7 +754,10 @@ def model_lengths(model: str, config: Config) -> dict[str, int]:
     """The limits in tokens. Raises UsageError where prompt and response do not fit in the model."""
     total = config.prompt_length + config.response_length
     file = Path(model) / "config.json"  # a model from the hub is checked by vLLM
-    limit = json.loads(file.read_text()).get("max_position_embeddings", total) if file.exists() else total
+    try:
+        limit = json.loads(file.read_text()).get("max_position_embeddings", total) if file.exists() else total
+    except ValueError as error:
+        raise UsageError(f"--model {model} cannot be loaded: {file} is no JSON ({error})") from error
     if total > limit:
         raise UsageError(
             f"--prompt-length {config.prompt_length} and --response-length {config.response_length} do not fit in the {limit} "
@@ -967,40 +970,56 @@ class Run:
             self.weights_version = self.trainer.param_version
             await asyncio.gather(*[s.update_weights.remote(self.weights, self.weights_version) for s in self.servers])
 
-    async def look_after(self, i: int, period_s: float = 2.0) -> None:
-        """Watches server i for ever: ends it if it is silent, and gives it the current weights when Ray has started it again.
-
-        What tells that a server has died is a call that it never answers: such a call fails at once. A ping that is sent while
-        a server starts would wait for it, and silence would not mean that it hangs.
-        """
-        import ray
+    async def look_after(self, i: int) -> None:
+        """Watches server i for ever. When it has died, Ray starts it again, and it gets the current weights."""
         from ray.exceptions import RayActorError
 
+        try:
+            while True:
+                await self._until_it_dies(i)
+                back = False
+                while not back:
+                    back = await self._bring_back(i)
+                say(f"vLLM server {i} was started again, and has the weights of version {self.weights_version}")
+        except RayActorError:
+            pass  # once too often: those who wait for its answers hear of it
+
+    async def _until_it_dies(self, i: int, period_s: float = 2.0) -> None:
+        """Returns when server i has died, of which a call that it never answers tells: that fails at once. If it is silent it
+        is killed. Only a server that was up gets a ping: one that is being started would let it wait, and not hang."""
         server, limit_s = self.servers[i], self.config.server_timeout_s
-        while True:
-            death = asyncio.wrap_future(server.sleep_for_ever.options(max_task_retries=0).remote().future())
-            try:
-                while not death.done():
-                    ping = asyncio.wrap_future(server.ping.options(max_task_retries=0).remote().future())
-                    await asyncio.wait({death, ping}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-                    if not ping.done() and not death.done():
-                        raise TimeoutError
-                    await asyncio.wait({death}, timeout=period_s)
-                await asyncio.gather(death, ping, return_exceptions=True)
-                await asyncio.wait_for(server.ready.remote(), self.config.timeout_s)
-                async with self.syncing:  # a sync that was going on has given it weights already
-                    if await asyncio.wait_for(server.ping.remote(), limit_s):
-                        await asyncio.wait_for(server.update_weights.remote(self.weights, self.weights_version), limit_s)
-            except TimeoutError:
-                say(f"vLLM server {i} did not answer within {limit_s:g} s; it is killed and started again")
-                ray.kill(server, no_restart=False)
-                await asyncio.wait({death}, timeout=limit_s)
-                continue
-            except RayActorError:
-                return  # once too often: those who wait for its answers hear of it
-            finally:
-                death.cancel()
-            say(f"vLLM server {i} was started again, and has the weights of version {self.weights_version}")
+        death = asyncio.wrap_future(server.sleep_for_ever.options(max_task_retries=0).remote().future())
+        ping = death
+        try:
+            while not death.done():
+                ping = asyncio.wrap_future(server.ping.options(max_task_retries=0).remote().future())
+                await asyncio.wait({death, ping}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+                if not ping.done() and not death.done():
+                    return self._kill_silent(i, limit_s)
+                await asyncio.wait({death}, timeout=period_s)
+        finally:
+            death.cancel()
+            ping.cancel()
+            await asyncio.gather(death, ping, return_exceptions=True)
+
+    async def _bring_back(self, i: int) -> bool:
+        """Waits until server i is up again and gives it the weights, unless a sync that was going on has. False if it hangs."""
+        server, limit_s = self.servers[i], self.config.server_timeout_s
+        try:
+            await asyncio.wait_for(server.ready.remote(), self.config.timeout_s)
+            async with self.syncing:
+                if await asyncio.wait_for(server.ping.remote(), limit_s):
+                    await asyncio.wait_for(server.update_weights.remote(self.weights, self.weights_version), limit_s)
+        except TimeoutError:
+            self._kill_silent(i, limit_s)
+            return False
+        return True
+
+    def _kill_silent(self, i: int, limit_s: float) -> None:
+        import ray
+
+        say(f"vLLM server {i} did not answer within {limit_s:g} s; it is killed and started again")
+        ray.kill(self.servers[i], no_restart=False)
 
     async def held_out(self) -> dict[str, float]:
         """Held-out problems, answered greedily by the policy in the servers: the share that is right, and that has a number
@@ -1183,8 +1202,11 @@ def _cores(cores: Sequence[int] | None) -> str:
 
 
 def say(line: str) -> None:
-    """A line on standard output, past the progress bar."""
-    print(line, flush=True)
+    """A line on standard output, above the progress bar if there is one."""
+    from tqdm import tqdm
+
+    tqdm.write(line)
+    sys.stdout.flush()
 
 
 class Progress:

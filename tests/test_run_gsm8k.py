@@ -239,6 +239,26 @@ def test_bad_input_ends_in_one_line_that_names_the_value(
     assert not out.exists()
 
 
+@pytest.mark.parametrize(
+    ("broken", "line"),
+    [
+        ({"chat_template.jinja": None}, "has no chat template, so a prompt has no form: use a chat or instruct model"),
+        ({"config.json": "{"}, "config.json is no JSON"),
+    ],
+)
+def test_a_model_that_cannot_do_the_job_is_named(
+    broken: dict[str, str | None], line: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """One line, status 2, nothing written, and no engine left behind."""
+    model = shutil.copytree(POCKET, tmp_path / "model")
+    for name, text in broken.items():
+        (model / name).unlink() if text is None else (model / name).write_text(text)
+    assert run_gsm8k.main(["--preset", "pocket", "--out", str(tmp_path / "runs"), "--model", str(model)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and line in err and err.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
 def test_an_output_folder_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """A file where the folder should be."""
     (tmp_path / "runs").write_text("")
