@@ -440,8 +440,21 @@ def test_a_cancel_before_the_first_token_leaves_nothing_behind() -> None:
     assert output == AgentLoopOutput(list(b"hi"), [], [], [], (), "abort") and output.is_cancel
     assert output.extra_fields == {
         **{"is_cancel": True, "stop_reason": "abort", "num_turns": 2},
-        **{"param_version_start": -1, "param_version_end": -1},
+        **{"param_version_start": -1, "param_version_end": -1, "request_id": output.request_id},
     }
+
+
+def test_a_response_that_comes_back_as_a_sample_of_a_batch_is_known_to_its_server() -> None:
+    """Its columns give the same output, and the resume has the request_id under which a server may have its prefix cached."""
+    manager = Answers(([97], True), ([98, 256], False))
+    output = run(manager, {})
+    names = ("prompt_ids", "response_ids", "response_mask", "response_logprobs", "span_versions", "span_lengths")
+    sample = {name: np.array(getattr(output, name)) for name in names} | output.extra_fields
+    again = AgentLoopOutput.from_sample(sample)
+    assert again == output and again.request_id == output.request_id != ""
+    assert run(manager, {}, output=again).response_ids == [97, 98, 256]
+    first, second = manager.requests
+    assert first["request_id"] == second["request_id"]
 
 
 def test_a_prompt_that_leaves_no_room_is_refused_with_the_numbers() -> None:
