@@ -1128,7 +1128,6 @@ class Run:
         start = time.perf_counter()
         try:
             await fit(parts)
-            await self._add_servers_to_timeline()
         finally:
             self.bar.close()
             self.tracker.close()
@@ -1139,6 +1138,8 @@ class Run:
         if config.eval_problems:
             await self.sync()
             after = await self.held_out()
+        await self._add_servers_to_timeline()
+        self.timeline.save(self.folder / "timeline.json")
         return {"before": before, "after": after, "fit_s": seconds, "first_step_s": first_step_at}
 
     async def _add_servers_to_timeline(self) -> None:

@@ -342,6 +342,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     assert all(abs(row["sampler_ratio"] - 1) < 1e-3 for row in rows[:1]), "sampler and trainer compute the same probabilities"
     for name in ("curve.png", "timeline.png", "timeline.json", "samples.jsonl", "config.json", "checkpoints/step_000003"):
         assert (folder / "whole" / name).exists(), name
+    timeline = run_gsm8k.read_timeline(folder / "whole" / "timeline.json")
+    assert {lane for lane, *_ in timeline.spans} == {"server 0", "sync", "trainer"}
+    assert [name for lane, name, *_ in timeline.spans if lane == "server 0"].count("evaluate") == 2, "before and after"
     return rows
 
 
