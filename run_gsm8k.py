@@ -1315,6 +1315,8 @@ def draw_timelines(timelines: Mapping[str, Timeline], path: Path, seconds: float
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
+    lengths = [max(span[3] for span in line.spans) - min(span[2] for span in line.spans) for line in timelines.values()]
+    seconds = min(seconds, max(lengths))  # a short run fills the picture
     lanes = {title: sorted({span[0] for span in line.spans} - {"sync"}) for title, line in timelines.items()}
     heights = [len(names) + 0.8 for names in lanes.values()]
     figure, axes = plt.subplots(
