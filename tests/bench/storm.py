@@ -1,6 +1,6 @@
 """A few minutes of storm on vLLM: kills, pauses, cancels and syncs at random under fit_partial. Is anything lost?
 
-    python tests/bench/storm.py                      # about 5 minutes on two cores
+    python tests/bench/storm.py                      # about 4 minutes on two cores
     python tests/bench/storm.py --seed 7 --steps 60
 
 At the end every prompt must have been trained exactly once, in a complete group, at most `max_staleness` versions after the
@@ -93,7 +93,7 @@ def main() -> int:
     """The command; exit status 1 where something is lost, or another error."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=150)
     args = parser.parse_args()
     print(f"seed {args.seed}")
     run_gsm8k.quiet_libraries(verbose=False)
