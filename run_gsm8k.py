@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -659,6 +660,14 @@ def make_agent_loop(
     return get_agent_loop(loop)(manager, tokenizer, eos_token_ids=eos_token_ids, **lengths)
 
 
+def kill_processes_with(variable: str) -> None:
+    """Ends what Ray forgets when it is interrupted while it starts: processes with `variable` in their environment."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it is gone, or not ours
+            if variable.encode() in (process / "environ").read_bytes().split(b"\0"):
+                os.kill(int(process.name), signal.SIGKILL)
+
+
 MAX_RESTARTS = 3  # of each server and worker; one that dies more often has a reason that a restart does not mend
 
 
@@ -835,7 +844,7 @@ class Run:
         """
         # Ray starts in this thread, since the kernel ends its processes with the thread that started them.
         looking = ThreadPoolExecutor(1).submit(self._look_at_model)
-        self.temporary = tempfile.mkdtemp(prefix="ray-")
+        self.temporary = os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="ray-")
         start_ray(self.config.verbose, self.temporary)
         import ray
 
@@ -1180,6 +1189,7 @@ class Run:
                 self.manager.close()
             ray.shutdown()
         if self.temporary:
+            kill_processes_with(f"RAY_TMPDIR={self.temporary}")
             shutil.rmtree(self.temporary, ignore_errors=True)
 
 
@@ -1513,7 +1523,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as error:
+        # While Ray starts, SIGTERM finds Ray's own handler, which exits with the signal's number; argparse exits with others.
+        if isinstance(error, SystemExit) and error.code != signal.SIGTERM:
+            raise
         print("interrupted", file=sys.stderr)
         return 130
     except Exception as error:

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -418,6 +419,21 @@ def test_ctrl_c_ends_the_run_and_leaves_no_process(tmp_path: Path) -> None:
     assert run.returncode == 130 and err.strip().splitlines()[-1] == "interrupted", err
     end = time.monotonic() + 30
     while left := processes_marked(str(tmp_path)):
+        assert time.monotonic() < end, left
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("seconds", [3.5, 5.0])
+def test_sigterm_while_ray_starts_leaves_nothing_behind(seconds: float, tmp_path: Path) -> None:
+    """Ray has its own handler then, and forgets processes that have just been started."""
+    before = set(Path(tempfile.gettempdir()).glob("ray-*"))
+    run = command("--out", str(tmp_path), "--name", "cut", env={**os.environ, "RUN_MARK": str(tmp_path)})
+    time.sleep(seconds)
+    run.terminate()
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 130 and err.strip().splitlines()[-1] == "interrupted", err
+    end = time.monotonic() + 30
+    while left := [*processes_marked(str(tmp_path)), *(set(Path(tempfile.gettempdir()).glob("ray-*")) - before)]:
         assert time.monotonic() < end, left
         time.sleep(0.1)
 
