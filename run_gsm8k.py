@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import hashlib
@@ -39,6 +40,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -660,12 +662,32 @@ def make_agent_loop(
     return get_agent_loop(loop)(manager, tokenizer, eos_token_ids=eos_token_ids, **lengths)
 
 
-def kill_processes_with(variable: str) -> None:
-    """Ends what Ray forgets when it is interrupted while it starts: processes with `variable` in their environment."""
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it is gone, or not ours
-            if variable.encode() in (process / "environ").read_bytes().split(b"\0"):
-                os.kill(int(process.name), signal.SIGKILL)
+def adopt_orphans() -> None:
+    """Makes this process the parent of every descendant whose own parent ends (see prctl(2)): so that `kill_descendants`
+    finds them all, whoever started them."""
+    pr_set_child_subreaper = 36
+    ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
+
+
+def kill_descendants(patience_s: float = 10) -> None:
+    """Ends what Ray forgets when it is interrupted while it starts, and what those processes are starting at this moment.
+
+    The trackers of Python's multiprocessing are spared: they end by themselves, once they have taken semaphores away.
+    """
+    import psutil
+
+    def find() -> Iterator[psutil.Process]:
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if not any("multiprocessing.resource_tracker" in word for word in process.cmdline()):
+                    yield process
+
+    end = time.monotonic() + patience_s
+    while (left := list(find())) and time.monotonic() < end:
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(left, timeout=1)  # its children are ours now
 
 
 MAX_RESTARTS = 3  # of each server and worker; one that dies more often has a reason that a restart does not mend
@@ -844,7 +866,8 @@ class Run:
         """
         # Ray starts in this thread, since the kernel ends its processes with the thread that started them.
         looking = ThreadPoolExecutor(1).submit(self._look_at_model)
-        self.temporary = os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="ray-")
+        adopt_orphans()
+        self.temporary = tempfile.mkdtemp(prefix="ray-")
         start_ray(self.config.verbose, self.temporary)
         import ray
 
@@ -1189,7 +1212,7 @@ class Run:
                 self.manager.close()
             ray.shutdown()
         if self.temporary:
-            kill_processes_with(f"RAY_TMPDIR={self.temporary}")
+            kill_descendants()
             shutil.rmtree(self.temporary, ignore_errors=True)
 
 
@@ -1398,10 +1421,10 @@ def draw_comparison(runs: Mapping[tuple[str, int], Sequence[dict[str, float]]], 
     plt.close(figure)
 
 
-def compare(config: Config) -> None:
+def compare(config: Config, heard: Callable[[], None]) -> None:
     """All three loops, with the same seeds, each run in a process of its own: a table, and two pictures.
 
-    Raises UsageError as a run does, and SystemExit with the status of a run that fails.
+    Raises UsageError as a run does, and SystemExit with the status of a run that fails; calls `heard` when interrupted.
     """
     folder = Path(config.out) / (config.name or time.strftime(f"%Y%m%d-%H%M%S-{config.preset}-compare"))
     if folder.exists() and any(folder.iterdir()):
@@ -1415,6 +1438,7 @@ def compare(config: Config) -> None:
         try:
             status = process.wait()
         except KeyboardInterrupt:
+            heard()
             process.send_signal(signal.SIGINT)
             process.wait()
             raise
@@ -1489,54 +1513,93 @@ def describe_failure(run: Run, error: Exception) -> str:
     return line
 
 
+class Interrupts:
+    """Within `with Interrupts() as interrupts`, SIGINT and SIGTERM raise KeyboardInterrupt, again and again until one is heard.
+
+    Once is not enough: what is raised in a destructor, or in a callback of a C library, is printed and forgotten, and Ray puts
+    a SIGTERM handler of its own in place while it starts.
+    """
+
+    def __enter__(self) -> Interrupts:
+        # A shell that starts us in the background has SIGINT ignored.
+        handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: lambda *_: signal.raise_signal(signal.SIGINT)}
+        self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        self._heard = threading.Event()
+        told, self._tells = os.pipe()
+        os.set_blocking(self._tells, False)
+        signal.set_wakeup_fd(self._tells)  # takes the number of each signal that comes, whatever its handler makes of it
+        threading.Thread(target=self._knock, args=(told,), daemon=True).start()
+        return self
+
+    def _knock(self, told: int, period_s: float = 2.0) -> None:
+        with open(told, "rb", buffering=0) as numbers:
+            while (number := numbers.read(1)) and number[0] not in self._before:
+                pass
+        while number and not self._heard.wait(period_s):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    def heard(self) -> None:
+        """Whatever comes from now on is ignored: the end is near."""
+        self._heard.set()
+        for number in self._before:
+            signal.signal(number, signal.SIG_IGN)
+
+    def __exit__(self, *_: Any) -> None:
+        signal.set_wakeup_fd(-1)
+        os.close(self._tells)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns the exit status: 0, 1 for a failed run, 2 for bad input, 130 when interrupted."""
     argv = sys.argv[1:] if argv is None else argv
     quiet_libraries("--verbose" in argv)
     run = None
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts us in the background has it ignored
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    try:
-        config, why = parse_config(argv)
-        check_companions()
-        if config.build_pocket:
-            build_pocket(POCKET)
-            say(f"written to {POCKET}")
+    with Interrupts() as interrupts:
+        try:
+            config, why = parse_config(argv)
+            check_companions()
+            if config.build_pocket:
+                build_pocket(POCKET)
+                say(f"written to {POCKET}")
+                return 0
+            say(why)
+            if config.compare:
+                compare(config, interrupts.heard)
+                return 0
+            run = Run(config)
+            if run.first_step >= config.steps and (run.folder / "summary.json").exists():
+                say(f"nothing left to do: {run.resume_from} is the end of {config.steps} steps")
+                return 0
+            if config.resume:
+                say(f"resuming   {run.resume_from or 'from the start, there is no checkpoint yet'}")
+            run.start()
+            if config.eval_only:
+                asyncio.run(run.evaluate_only())
+                return 0
+            result = asyncio.run(run.fit())
+            summarize(run, result)
             return 0
-        say(why)
-        if config.compare:
-            compare(config)
-            return 0
-        run = Run(config)
-        if run.first_step >= config.steps and (run.folder / "summary.json").exists():
-            say(f"nothing left to do: {run.resume_from} is the end of {config.steps} steps")
-            return 0
-        if config.resume:
-            say(f"resuming   {run.resume_from or 'from the start, there is no checkpoint yet'}")
-        run.start()
-        if config.eval_only:
-            asyncio.run(run.evaluate_only())
-            return 0
-        result = asyncio.run(run.fit())
-        summarize(run, result)
-        return 0
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except (KeyboardInterrupt, SystemExit) as error:
-        # While Ray starts, SIGTERM finds Ray's own handler, which exits with the signal's number; argparse exits with others.
-        if isinstance(error, SystemExit) and error.code != signal.SIGTERM:
-            raise
-        print("interrupted", file=sys.stderr)
-        return 130
-    except Exception as error:
-        if run is None or not run.folder.is_dir():
-            raise
-        print(describe_failure(run, error), file=sys.stderr)
-        return 1
-    finally:
-        if run is not None:
-            run.close()
+        except UsageError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        except (KeyboardInterrupt, SystemExit) as error:
+            interrupts.heard()
+            # While Ray starts, SIGTERM finds Ray's handler, which exits with the signal's number; argparse exits with others.
+            if isinstance(error, SystemExit) and error.code != signal.SIGTERM:
+                raise
+            print("interrupted", file=sys.stderr)
+            return 130
+        except Exception as error:
+            if run is None or not run.folder.is_dir():
+                raise
+            print(describe_failure(run, error), file=sys.stderr)
+            return 1
+        finally:
+            interrupts.heard()
+            if run is not None:
+                run.close()
 
 
 if __name__ == "__main__":

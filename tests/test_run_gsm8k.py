@@ -438,6 +438,58 @@ def test_sigterm_while_ray_starts_leaves_nothing_behind(seconds: float, tmp_path
         time.sleep(0.1)
 
 
+HANDLER, DESTRUCTOR = "a handler of someone else's", "a destructor"
+
+
+@pytest.mark.parametrize(
+    ("number", "lost_in"), [(signal.SIGTERM, HANDLER), (signal.SIGTERM, DESTRUCTOR), (signal.SIGINT, DESTRUCTOR)]
+)
+def test_an_interrupt_that_is_lost_comes_again(number: int, lost_in: str) -> None:
+    """A SIGTERM was once lost in the imports of Ray, and the run went on. Once one is heard, no other disturbs the end."""
+    code = f"""
+import os, signal, sys, time, run_gsm8k
+class Loser:
+    def __del__(self):
+        time.sleep(0.5)
+with run_gsm8k.Interrupts() as interrupts:
+    try:
+        if {lost_in == HANDLER}:
+            signal.signal({int(number)}, lambda *_: print("lost", flush=True))
+        print("ready", flush=True)
+        loser = Loser()
+        del loser
+        time.sleep(30)
+    except KeyboardInterrupt:
+        interrupts.heard()
+        os.kill(os.getpid(), {int(number)})
+        time.sleep(0.1)
+        print("heard")
+"""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True, **pipes)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    out, err = process.communicate(timeout=20)
+    lost = "lost" in out if lost_in == HANDLER else "Exception ignored in" in err
+    assert lost and out.endswith("heard\n") and process.returncode == 0, (out, err)
+
+
+def test_no_descendant_survives_however_fast_they_multiply() -> None:
+    """An orphan that starts orphans, each in a session of its own: whichever moment the look at them falls into, all end."""
+    shell = 'setsid sh -c "while :; do setsid sleep 1000 & sleep 0.001; done" & sleep 0.3; exit'
+    code = f"""
+import subprocess, psutil, run_gsm8k
+run_gsm8k.adopt_orphans()
+for _ in range(5):
+    subprocess.run(["sh", "-c", {shell!r}])
+    many = len(psutil.Process().children(recursive=True))
+    run_gsm8k.kill_descendants()
+    left = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    assert many > 10 and not left, (many, left)
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
 def processes_marked(mark: str) -> list[tuple[int, str]]:
     """(pid, command line and name) of the processes whose environment has RUN_MARK=mark: the run's and its children's."""
     found = []

@@ -1,6 +1,6 @@
 """Is anything lost when parts fail? Real runs on real Ray and vLLM, with faults from outside; a table of what became of them.
 
-    python tests/bench/faults.py                      # all of them: about 20 minutes on two cores
+    python tests/bench/faults.py                      # all of them: about 25 minutes on two cores
     python tests/bench/faults.py --only "engine killed" "disk full"
 
 A run that is to survive must end with status 0 and the curve of the run that nothing happened to: the same rewards, lengths and
@@ -27,16 +27,47 @@ SMALL = ["--preset", "pocket", "--steps", "6", "--batch-size", "4", "--group-siz
 SMALL += ["--response-length", "128", "--save-every", "1", "--server-timeout-s", "15"]
 
 
-RAISES = """
-import sys, trainer, run_gsm8k
+# Moments that cannot be met from outside are met by the program itself, which then does to the server what others do.
+HEAD = """
+import asyncio, os, signal, sys, one_step_off, psutil, run_gsm8k, trainer
+
+def kill_server():
+    servers = [p for p in psutil.Process().children(recursive=True) if "ray::VLLMServer" in "".join(p.cmdline())]
+    os.kill(servers[0].pid, signal.SIGKILL)
+"""
+TAIL = """
+sys.exit(run_gsm8k.main())
+"""
+PROGRAMS = {
+    "training raises": """
 update = trainer.GRPOTrainer.update
 def broken(self, rollouts):
     if self.param_version == 2:
         raise FloatingPointError("step 2: the loss of sample x is not finite")
     return update(self, rollouts)
 trainer.GRPOTrainer.update = broken
-sys.exit(run_gsm8k.main())
-"""
+""",
+    "server killed while paused, partial": """
+cancel, calls = one_step_off.OneStepOffAgentLoopManager.cancel, []
+async def cancel_and_kill(self):
+    await cancel(self)
+    calls.append(1)
+    if len(calls) == 2:
+        kill_server()
+one_step_off.OneStepOffAgentLoopManager.cancel = cancel_and_kill
+""",
+    "server killed in a sync": """
+sync = run_gsm8k.Run.sync
+async def sync_and_kill(self):
+    syncing = asyncio.ensure_future(sync(self))
+    if self.trainer.param_version == 2:
+        await asyncio.sleep(0.015)  # a sync takes 80 ms
+        assert not syncing.done()
+        kill_server()
+    await syncing
+run_gsm8k.Run.sync = sync_and_kill
+""",
+}
 
 
 class Run:
@@ -100,6 +131,8 @@ FAULTS: dict[str, tuple[str, Callable[[Run], None], str, int]] = {
     "worker killed": ("one-step-off", killer("ray::AgentLoopWorker"), "", 0),
     "server killed": ("one-step-off", killer("ray::VLLMServer"), "was started again", 0),
     "server killed, partial": ("partial", killer("ray::VLLMServer"), "was started again", 0),
+    "server killed while paused, partial": ("partial", lambda run: None, "was started again", 0),
+    "server killed in a sync": ("one-step-off", lambda run: None, "was started again", 0),
     "engine killed": ("one-step-off", killer("EngineCore"), "was started again", 0),
     "engine killed, sync": ("sync", killer("EngineCore"), "was started again", 0),
     "engine hangs": ("one-step-off", killer("EngineCore", signal.SIGSTOP), "did not answer within 15 s", 0),
@@ -112,7 +145,7 @@ FAULTS: dict[str, tuple[str, Callable[[Run], None], str, int]] = {
 def inject(name: str, folder: Path, rng: random.Random) -> tuple[Run, int, str, float]:
     """One run with one fault after its second step: (run, status, output, seconds from the fault to the end)."""
     mode, fault, _, _ = FAULTS[name]
-    program = {"program": ("-c", RAISES)} if name == "training raises" else {}
+    program = {"program": ("-c", HEAD + PROGRAMS[name] + TAIL)} if name in PROGRAMS else {}
     run = Run(folder, name.replace(" ", "-").replace(",", ""), "--mode", mode, **program)
     run.wait_for_step(2)
     if not program:
@@ -161,6 +194,24 @@ def disk_full(folder: Path) -> str:
         subprocess.run(["umount", "-l", str(mount)], check=True)
 
 
+def metrics_full(folder: Path, curve: list) -> str:
+    """A metrics.jsonl that takes no more lines. Returns what is wrong, or nothing."""
+    run = Run(folder, "metrics", "--mode", "one-step-off")
+    run.wait_for_step(2)
+    metrics, aside = run.folder / "metrics.jsonl", run.folder / "aside"
+    metrics.rename(aside)
+    metrics.symlink_to("/dev/full")
+    status, out = run.finish()
+    last = out.strip().splitlines()[-1]
+    print(f"    {last}")
+    if status != 1 or "No space left on device" not in last or "--resume" not in last or "Traceback" in out:
+        return f"status {status}: {last}"
+    aside.replace(metrics)
+    resumed = Run(folder, "metrics", "--resume")
+    status, out = resumed.finish()
+    return "" if status == 0 and resumed.curve() == curve else f"resumed: status {status}: {out}"
+
+
 def two_at_once(folder: Path, curve: list) -> str:
     """Two runs on one machine at the same time: both run."""
     runs = [Run(folder, f"twin-{i}", "--mode", "one-step-off") for i in range(2)]
@@ -173,8 +224,13 @@ def two_at_once(folder: Path, curve: list) -> str:
 
 def main() -> int:
     """The command; exit status 1 where something is lost."""
+    others: dict[str, Callable[[], str]] = {
+        "disk full": lambda: disk_full(folder),
+        "disk full, metrics.jsonl": lambda: metrics_full(folder, curve_of("one-step-off")),
+        "two runs at once": lambda: two_at_once(folder, curve_of("one-step-off")),
+    }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[*FAULTS, "disk full", "two runs at once"])
+    parser.add_argument("--only", nargs="+", default=[*FAULTS, *others])
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     args = parser.parse_args()
     rng, wrong = random.Random(args.seed), 0
@@ -212,8 +268,11 @@ def main() -> int:
                 if problem:
                     print(out, flush=True)
             else:
-                problem = disk_full(folder) if name == "disk full" else two_at_once(folder, curve_of("one-step-off"))
-                print(f"| {name} | | | {problem or 'as it should be'} | |", flush=True)
+                curve_of("one-step-off")
+                before = temporary_files()
+                problem, left = others[name](), sorted(temporary_files() - before)
+                print(f"| {name} | | | {problem or 'as it should be'} | {left or 'nothing'} |", flush=True)
+                problem = problem or left
             wrong += bool(problem)
     return int(wrong > 0)
 
