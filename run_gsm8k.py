@@ -108,13 +108,19 @@ class Config:
     temperature: float = knob(1.0, "rollouts", "of sampling, above 0")
     response_length: int = knob(320, "rollouts", "most tokens of a response")
     prompt_length: int = knob(512, "rollouts", "most tokens of a prompt")
-    rollout_servers: int = knob(1, "rollouts", "vLLM engines")
-    workers: int = knob(1, "rollouts", "Ray actors that run the agent loops")
     dtype: L["float32", "bfloat16"] = knob("float32", "rollouts", "of the weights, in training and rollouts")
     max_num_seqs: int = knob(256, "rollouts", "sequences that an engine decodes at once")
     kv_cache_mb: int = knob(512, "rollouts", "key-value cache of an engine on a CPU, MiB")
     timeout_s: float = knob(1800.0, "rollouts", "a batch that takes longer ends the run, seconds")
     server_timeout_s: float = knob(60.0, "rollouts", "a server that is silent for longer is killed and started again, seconds")
+
+    rollout_servers: int = knob(1, "machines", "vLLM engines")
+    tensor_parallel_size: int = knob(1, "machines", "GPUs (or processes on a CPU) that share the weights of one engine")
+    workers: int = knob(1, "machines", "Ray actors that run the agent loops")
+    trainer_workers: int = knob(1, "machines", "processes that train together, by PyTorch's FSDP2; 1: no process group")
+    ray_address: str = knob(
+        "", "machines", "HOST:PORT of a Ray cluster, or auto; by default Ray is started on this machine alone"
+    )
 
     eval_problems: int = knob(256, "evaluation", "held-out problems, answered greedily before and after; 0: none")
     eval_only: bool = knob(False, "evaluation", "answer --eval-problems of the test set greedily, print the accuracy, and stop")
@@ -206,7 +212,8 @@ def check_config(config: Config) -> None:
     """Raises UsageError for a value that cannot work, with what would."""
     at_least = {
         "steps": 1, "batch_size": 1, "group_size": 2, "num_mini_batches": 1, "micro_batch_tokens": 1, "response_length": 1,
-        "prompt_length": 1, "rollout_servers": 1, "workers": 1, "max_num_seqs": 1, "kv_cache_mb": 16, "eval_problems": 0,
+        "prompt_length": 1, "rollout_servers": 1, "tensor_parallel_size": 1, "workers": 1, "trainer_workers": 1,
+        "max_num_seqs": 1, "kv_cache_mb": 16, "eval_problems": 0,
         "eval_every": 0, "save_every": 0, "keep": 1, "kl_coef": 0, "seed": 0,
         "max_staleness": 0, "compare": 0,
     }  # fmt: skip
@@ -757,10 +764,26 @@ def _as_list(value: Any) -> list[int]:
     return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def start_ray(verbose: bool, temporary: str) -> None:
-    """A Ray of our own on this machine, reachable from nowhere else. Its processes inherit this one's environment.
+def check_ray_address(address: str) -> None:
+    """Raises UsageError where nothing answers: Ray itself would try for minutes."""
+    if address in ("", "auto"):
+        return
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdigit():
+        raise UsageError(f"--ray-address {address}: give HOST:PORT, as ray start --head prints it, or auto")
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except (OSError, OverflowError) as error:
+        raise UsageError(
+            f"--ray-address {address}: nothing answers there ({error}); start a cluster by ray start --head, or leave it out"
+        ) from error
+
+
+def start_ray(config: Config, temporary: str) -> None:
+    """Joins the cluster at --ray-address; or starts a Ray of our own on this machine, reachable from nowhere else.
 
     `temporary` is a folder for its sockets and logs, with a short name, since that of a socket has at most 107 characters.
+    Raises UsageError where the cluster cannot be joined.
     """
     import ray
 
@@ -768,17 +791,55 @@ def start_ray(verbose: bool, temporary: str) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: whatever else runs would go before the rollouts
     on_sigterm = signal.getsignal(signal.SIGTERM)
-    ray.init(
-        address="local",  # whatever RAY_ADDRESS says
-        num_cpus=os.cpu_count(),
-        _node_ip_address="127.0.0.1",
-        include_dashboard=False,
-        _temp_dir=temporary,
-        log_to_driver=verbose,
-        logging_level="WARNING" if verbose else "ERROR",
-        object_store_memory=1 << 30,
-    )
+    quiet = {"log_to_driver": config.verbose, "logging_level": "WARNING" if config.verbose else "ERROR"}
+    if config.ray_address:
+        ours = ("OMP_", "VLLM_", "HF_", "TRANSFORMERS_", "RUN_MARK")
+        environment = {name: value for name, value in os.environ.items() if name.startswith(ours)}
+        modules = [str(HERE / f"{name}.py") for name in ("one_step_off", "partial_rollout", "trainer", "run_gsm8k")]
+        try:
+            ray.init(config.ray_address, runtime_env={"py_modules": modules, "env_vars": environment}, **quiet)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise UsageError(
+                f"--ray-address {config.ray_address} cannot be joined ({str(error).strip().splitlines()[0]}): this command "
+                f"must run on a machine of the cluster, with the same versions of Python and Ray"
+            ) from error
+    else:
+        ray.init(
+            address="local",  # whatever RAY_ADDRESS says
+            num_cpus=config.rollout_servers + config.trainer_workers,  # a number for each that `reserve` asks for, no more
+            _node_ip_address="127.0.0.1",
+            include_dashboard=False,
+            _temp_dir=temporary,
+            object_store_memory=1 << 30,
+            **quiet,
+        )
     signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own in place
+
+
+def reserve(bundles: list[dict[str, int]], patience_s: float = 60) -> list[dict[str, Any]]:
+    """Room on the machines of the cluster, spread over them, for an actor each: the options with which to start it there.
+
+    Where a machine is lost, Ray finds room on another. Raises UsageError where there is none.
+    """
+    import ray
+    from ray.util.placement_group import placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    group = placement_group(bundles, strategy="SPREAD")
+    if not group.wait(patience_s):
+        have = {name: n for name, n in ray.available_resources().items() if name in ("CPU", "GPU")}
+        raise UsageError(
+            f"Ray has no room for {bundles}, only {have} are free: lower --rollout-servers, --tensor-parallel-size or "
+            f"--trainer-workers, or add machines"
+        )
+    return [
+        {
+            "num_cpus": bundle["CPU"],
+            "num_gpus": bundle.get("GPU", 0),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i),
+        }
+        for i, bundle in enumerate(bundles)
+    ]
 
 
 def model_lengths(model: str, config: Config) -> dict[str, int]:
@@ -806,6 +867,138 @@ def check_prompts(problems: PocketProblems | GSM8K, tokenizer: Any, config: Conf
             raise UsageError(f"--prompt-length {config.prompt_length}: a prompt has {n} tokens; give at least that")
 
 
+def make_trainer(config: Config, source: str, resume_from: Path | None, device: str) -> Any:
+    """A GRPOTrainer with the settings of `config`; sharded, where this process has joined a group."""
+    import torch
+
+    from trainer import GRPOTrainer, load_checkpoint, load_policy, shard
+
+    dtype = getattr(torch, config.dtype)
+    torch.manual_seed(config.seed)
+    knobs = {f.name for f in dataclasses.fields(GRPOTrainer) if f.init} - {"model", "reference"}
+    model = load_policy(source, dtype, config.gradient_checkpointing).to(device)
+    trainer = GRPOTrainer(
+        shard(model) if torch.distributed.is_initialized() else model,
+        reference=load_policy(config.model, dtype).to(device) if config.kl_coef else None,
+        **{name: value for name, value in dataclasses.asdict(config).items() if name in knobs},
+    )
+    if resume_from:
+        load_checkpoint(resume_from, trainer)
+    return trainer
+
+
+def free_port() -> int:
+    """A port that no one listens at."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def join_process_group(meeting_point: str, rank: int, world_size: int, device: str) -> None:
+    """Joins torch.distributed's default group; returns when all are there."""
+    import torch
+
+    if meeting_point.startswith("127."):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a Ray of our own: nothing listens on other interfaces
+    backend = "nccl" if device.startswith("cuda") else "gloo"
+    torch.distributed.init_process_group(backend, init_method=f"tcp://{meeting_point}", rank=rank, world_size=world_size)
+
+
+class TrainerWorker:
+    """One more process of a sharded trainer, as a Ray actor: it does what the first one does, at the same time."""
+
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        meeting_point: str,
+        rank: int,
+        world_size: int,
+        device: str,
+        cores: Sequence[int] | None,
+    ) -> None:
+        import torch
+
+        from partial_rollout import pin_process
+
+        if cores:
+            pin_process(cores)
+            torch.set_num_threads(len(cores))
+        join_process_group(meeting_point, rank, world_size, device)
+        self.trainer = make()
+
+    def call(self, method: str, *args: Any) -> None:
+        """Calls a method of the trainer. Its result is that of the first process."""
+        import torch
+
+        try:
+            getattr(self.trainer, method)(*args)
+        except FloatingPointError:
+            raise  # in all processes alike
+        except BaseException:
+            torch.distributed.destroy_process_group()  # the others would wait for this one
+            raise
+
+
+class ShardedTrainer:
+    """Several processes that train together, as if they were one GRPOTrainer: the one in this process, and those in `workers`.
+
+    What takes all of them is called in all of them at once. Raises RuntimeError, with the cause, where one fails or dies.
+    """
+
+    def __init__(self, trainer: Any, workers: Sequence[Any]) -> None:
+        self.trainer, self.workers = trainer, list(workers)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.trainer, name)
+
+    def update(self, rollouts: Any) -> dict[str, float]:
+        """As GRPOTrainer.update; each process takes its share of the rollouts."""
+        return self._together("update", rollouts)
+
+    def model_state(self) -> dict[str, Any]:
+        """As GRPOTrainer.model_state."""
+        return self._together("model_state")
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """As GRPOTrainer.optimizer_state."""
+        return self._together("optimizer_state")
+
+    def weights(self) -> bytes:
+        """As GRPOTrainer.weights."""
+        from safetensors.torch import save
+
+        return save(self.model_state())
+
+    def _together(self, method: str, *args: Any) -> Any:
+        import ray
+
+        refs = [ray.put(arg) for arg in args]  # once, however many take it
+        calls = [worker.call.remote(method, *refs) for worker in self.workers]
+        try:
+            result = getattr(self.trainer, method)(*args)
+        except FloatingPointError:
+            raise
+        except Exception as error:  # most likely another process is gone, and knows why
+            for rank, call in enumerate(calls, start=1):
+                with contextlib.suppress(ray.exceptions.GetTimeoutError):
+                    _answer_of(rank, call, timeout=5)
+            raise error
+        for rank, call in enumerate(calls, start=1):
+            _answer_of(rank, call)
+        return result
+
+
+def _answer_of(rank: int, call: Any, timeout: float | None = None) -> None:
+    import ray
+
+    try:
+        ray.get(call, timeout=timeout)
+    except ray.exceptions.RayTaskError as error:
+        raise RuntimeError(f"trainer worker {rank} failed: {error.cause}") from error
+    except ray.exceptions.RayActorError as error:
+        raise RuntimeError(f"trainer worker {rank} died: {str(error).splitlines()[0]}") from error
+
+
 class Run:
     """One run from start to summary. `start` brings everything up, `fit` trains, `close` takes everything down."""
 
@@ -818,6 +1011,7 @@ class Run:
         self.actors: list[Any] = []
         self.temporary = ""
         self.syncing = asyncio.Lock()  # held while weights go out
+        check_ray_address(config.ray_address)
         self.problems = load_problems(config.data)
         check_model_path(config.model)
         name = config.name or time.strftime(f"%Y%m%d-%H%M%S-{config.preset}-{config.mode}-seed{config.seed}")
@@ -868,21 +1062,23 @@ class Run:
         looking = ThreadPoolExecutor(1).submit(self._look_at_model)
         adopt_orphans()
         self.temporary = tempfile.mkdtemp(prefix="ray-")
-        start_ray(self.config.verbose, self.temporary)
+        start_ray(self.config, self.temporary)
         import ray
 
         from one_step_off import AgentLoopWorker, OneStepOffAgentLoopManager
         from partial_rollout import VLLMServer
 
         config, source, gpu = self.config, self.source, has_gpu()
-        trainer_cores, rollout_cores = (None, None) if gpu else split_cores()
+        trainer_cores, rollout_cores = (None, None) if gpu or config.ray_address else split_cores()
         device_args = {"gpu_memory_utilization": 0.5} if gpu else {"kv_cache_memory_bytes": config.kv_cache_mb << 20}
+        bundles = [{"CPU": 1}] * (config.rollout_servers + config.trainer_workers - 1)
+        places = reserve(bundles)
         # An actor that dies is started again by Ray, which then sends its requests again, with the tokens they came with.
-        options = {"num_cpus": 0, "max_concurrency": 4096, "max_restarts": MAX_RESTARTS}
-        server_actor = ray.remote(num_gpus=0, max_task_retries=-1, **options)(VLLMServer)
+        options = {"max_concurrency": 4096, "max_restarts": MAX_RESTARTS}
+        server_actor = ray.remote(max_task_retries=-1, **options)(VLLMServer)
         names = [f"{self.folder.name}-{uuid4().hex}-server-{rank}" for rank in range(config.rollout_servers)]
         self.servers = [
-            server_actor.options(name=name).remote(
+            server_actor.options(name=name, **places.pop()).remote(
                 source,
                 seed=config.seed,
                 rank=rank,
@@ -892,6 +1088,7 @@ class Run:
                 max_num_seqs=config.max_num_seqs,
                 block_size=32,
                 enforce_eager=not gpu,
+                tensor_parallel_size=config.tensor_parallel_size,
                 exit_when_dead=True,
                 wait_for_weights=_never if config.eval_only else was_restarted,
                 **device_args,
@@ -912,12 +1109,12 @@ class Run:
         device = "cuda" if gpu else "cpu"
         self.timeline, self.trainer = Timeline(), None
         if not config.eval_only:
-            self._make_trainer(device)
+            self._make_trainer(device, trainer_cores, places)
 
         # The workers come last: until here the cores were busy with what takes longest, the import of vLLM.
         loop = "partial_single_turn_agent" if config.mode == "partial" else "single_turn_agent"
         make_loop = functools.partial(make_agent_loop, loop, source, names, rollout_cores, self.eos_token_ids, self.lengths)
-        worker_actor = ray.remote(**options)(AgentLoopWorker)
+        worker_actor = ray.remote(num_cpus=0, scheduling_strategy="SPREAD", **options)(AgentLoopWorker)
         workers = [worker_actor.remote(make_loop) for _ in range(config.workers)]
         self.actors += workers
         self.manager = OneStepOffAgentLoopManager(workers, self.servers, timeout_s=config.timeout_s)
@@ -926,27 +1123,31 @@ class Run:
         if self.trainer:
             parameters = sum(p.numel() for p in self.trainer.model.parameters())
             say(f"policy     {source}, {parameters / 1e6:.1f} million parameters, {config.dtype}")
-            say(f"training   {device}{_cores(trainer_cores)}")
+            together = f", {config.trainer_workers} processes together" if config.trainer_workers > 1 else ""
+            say(f"training   {device}{_cores(trainer_cores)}{together}")
         for i, found in enumerate(devices):
             say(f"rollouts   vLLM server {i} on {found['device']}{_cores(None if gpu else found['cores'])}")
 
-    def _make_trainer(self, device: str) -> None:
-        import torch
-
+    def _make_trainer(self, device: str, cores: list[int] | None, places: list[dict[str, Any]]) -> None:
         from one_step_off import RolloutBatch
-        from trainer import GRPOTrainer, load_checkpoint, load_policy
 
-        config, dtype = self.config, getattr(torch, self.config.dtype)
-        torch.manual_seed(config.seed)
-        knobs = {f.name for f in dataclasses.fields(GRPOTrainer) if f.init} - {"model", "reference"}
-        self.trainer = GRPOTrainer(
-            load_policy(self.source, dtype, config.gradient_checkpointing).to(device),
-            reference=load_policy(config.model, dtype).to(device) if config.kl_coef else None,
-            **{name: value for name, value in dataclasses.asdict(config).items() if name in knobs},
-        )
+        make, world_size = functools.partial(make_trainer, self.config, self.source, self.resume_from, device), len(places) + 1
+        if world_size == 1:
+            self.trainer = make()
+        else:
+            import ray
+
+            meeting_point = f"{ray.util.get_node_ip_address()}:{free_port()}"
+            actor = ray.remote(TrainerWorker)
+            workers = []
+            for rank, place in enumerate(places, start=1):
+                mine = cores and [cores[rank % len(cores)]]
+                workers.append(actor.options(**place).remote(make, meeting_point, rank, world_size, device, mine))
+            self.actors += workers
+            join_process_group(meeting_point, 0, world_size, device)
+            self.trainer = ShardedTrainer(make(), workers)
         self.first_rollouts = None
         if self.resume_from:
-            load_checkpoint(self.resume_from, self.trainer)
             waiting = self.resume_from / "trainer" / "rollouts.npz"  # there are none at the end of a run
             self.first_rollouts = RolloutBatch.load(waiting) if waiting.exists() else None
 

@@ -31,7 +31,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
+import math
 import os
 import shutil
 import time
@@ -39,7 +41,9 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any, Literal
 
 import numpy as np
@@ -107,6 +111,23 @@ def micro_batches(lengths: Sequence[int] | np.ndarray, max_tokens: int) -> list[
     return [np.array(rows) for rows in batches]
 
 
+def spread(lengths: Sequence[int] | np.ndarray, n: int) -> list[np.ndarray]:
+    """Row numbers for each of n workers: longest first, each to whoever has the fewest tokens so far.
+
+    By tokens, since all wait for the one that has most. The loads differ by at most the longest row.
+
+    >>> [rows.tolist() for rows in spread([50, 10, 30, 10], 2)]
+    [[0], [2, 1, 3]]
+    """
+    shares: list[list[int]] = [[] for _ in range(n)]
+    loads = [0] * n
+    for i in np.argsort(-np.asarray(lengths), kind="stable"):
+        lightest = loads.index(min(loads))
+        shares[lightest].append(i)
+        loads[lightest] += int(lengths[i])
+    return [np.array(rows, np.int64) for rows in shares]
+
+
 # ---- 3. Log-probabilities --------------------------------------------------------------------------------------------
 
 LOGITS_AT_ONCE = 2**24  # entries of one chunk of logits: 64 MB in float32
@@ -119,11 +140,12 @@ def response_log_probs(
 
     `prompts` and `responses` are B rows of token ids; a prompt has at least one. Rows are padded on the right, where a causal
     model cannot see the padding, so no mask is needed, and what pad is does not matter. The model body runs on all
-    tokens, its head on those alone that predict a response token.
+    tokens, its head on those alone that predict a response token. With no rows it runs on one token that counts for nothing,
+    since a sharded model waits for all.
     """
     device = next(model.parameters()).device
     lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
-    input_ids = np.zeros((len(lengths), max(lengths)), np.int64)
+    input_ids = np.zeros((max(1, len(lengths)), max(lengths, default=1)), np.int64)
     predicts = np.zeros(input_ids.shape, bool)  # True where the *next* token is one of the response
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         if len(prompt) == 0:
@@ -131,12 +153,16 @@ def response_log_probs(
         input_ids[row, : len(prompt)] = prompt
         input_ids[row, len(prompt) : lengths[row]] = response
         predicts[row, len(prompt) - 1 : lengths[row] - 1] = True
-    if not predicts.any():
-        return torch.zeros(0, device=device)
-    targets = torch.from_numpy(np.concatenate(responses).astype(np.int64)).to(device)
-    hidden = model.base_model(input_ids=torch.from_numpy(input_ids).to(device), use_cache=False).last_hidden_state
-    hidden = hidden[torch.from_numpy(predicts).to(device)]  # (N, hidden size)
+    targets = torch.from_numpy(np.concatenate([*responses, []]).astype(np.int64)).to(device)
+    # A sharded model has it as a method, at whose start and end its weights come and go.
+    forward = getattr(model, "token_log_probs", None) or partial(token_log_probs, model)
+    return forward(torch.from_numpy(input_ids).to(device), torch.from_numpy(predicts).to(device), targets, temperature)
 
+
+def token_log_probs(model: nn.Module, input_ids: Tensor, predicts: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """log_softmax(logits / temperature) of `targets` (N,) where `predicts` (B, L), bool, has its N Trues: (N,) float32."""
+    hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+    hidden = hidden[predicts]  # (N, hidden size)
     head = model.get_output_embeddings()
 
     def log_probs(hidden: Tensor, targets: Tensor) -> Tensor:
@@ -192,9 +218,33 @@ def load_policy(path: str, dtype: torch.dtype = torch.float32, gradient_checkpoi
     return model.train()  # dropout is zero in all current models; train() is what enables gradient checkpointing
 
 
+def shard(model: nn.Module) -> nn.Module:
+    """Spreads weights, gradients and optimiser state over the processes of the default group, by PyTorch's FSDP2.
+
+    A layer's weights are gathered when it is computed, forward and backward, and its gradients are summed and scattered after
+    it. So every process must make the same number of passes. The group must be there, and the model on its device.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+    mesh = init_device_mesh(model.device.type, (torch.distributed.get_world_size(),))
+    layers = [layer for group in model.base_model.children() if isinstance(group, nn.ModuleList) for layer in group]
+    for module in (*layers, model):  # the model itself takes what is in no layer: embedding, norm, head
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+        # Sums, not means: the loss is divided already, by what the batch of all processes holds.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    model.token_log_probs = MethodType(token_log_probs, model)
+    register_fsdp_forward_method(model, "token_log_probs")
+    return model
+
+
 @dataclass
 class GRPOTrainer:
     """What mutates in a run: the model, the optimiser, and `param_version`, which counts the updates.
+
+    Several processes may train together: each has a trainer on a model that `shard` has spread over them, calls the same
+    methods with the same arguments, and computes its share of each batch. The gradient is that of one process.
 
     learning_rate         AdamW, constant, no weight decay unless asked for
     temperature           the one that was sampled with
@@ -232,6 +282,9 @@ class GRPOTrainer:
     param_version: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
+        sharded = hasattr(self.model, "token_log_probs")
+        self.rank = torch.distributed.get_rank() if sharded else 0
+        self.world_size = torch.distributed.get_world_size() if sharded else 1
         if self.kl_coef and self.reference is None:
             raise ValueError(f"kl_coef={self.kl_coef} needs a reference model: pass one, or kl_coef=0")
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -263,28 +316,43 @@ class GRPOTrainer:
         rows = {name: rollouts[name].rows() for name in columns} | {"advantages": advantages}
         lengths = rollouts["prompt_ids"].lengths + rollouts["response_ids"].lengths
         mini = np.array_split(np.arange(len(rollouts)), min(self.num_mini_batches, len(rollouts)))
+        mine = [self._micro_batches(part, lengths, rollouts["response_ids"].lengths) for part in mini]
 
         with torch.no_grad():
-            rows["ref_log_probs"] = self._all_log_probs(self.reference, rows, lengths) if self.kl_coef else None
+            rows["ref_log_probs"] = self._all_log_probs(self.reference, rows, mine) if self.kl_coef else None
             # With one optimiser step the proximal policy is the current one: log_probs.detach() serves, and saves a pass.
             recompute = self.importance == "decoupled" and len(mini) > 1
-            rows["old_log_probs"] = self._all_log_probs(self.model, rows, lengths) if recompute else None
+            rows["old_log_probs"] = self._all_log_probs(self.model, rows, mine) if recompute else None
 
-        sums: dict[str, float] = {}
+        sums: dict[str, float] = {"tokens": 0.0}
         grad_norms = []
-        for part in mini:
-            grad_norms.append(self._step(part, rows, lengths, sums, rollouts["uid"]))
+        for part, cuts in zip(mini, mine, strict=True):
+            grad_norms.append(self._step(part, cuts, rows, sums, rollouts["uid"]))
         self.param_version += 1
 
         tokens = sums.pop("tokens")
         metrics = {name: value / max(tokens, 1) for name, value in sums.items()}
         return {"grad_norm": float(np.mean(grad_norms)), **metrics, **self._describe(rollouts, advantages)}
 
+    def _micro_batches(self, part: np.ndarray, lengths: np.ndarray, response_lengths: np.ndarray) -> list[np.ndarray]:
+        """This process's micro-batches of the rows `part`. An empty response teaches nothing, and is in none of them.
+
+        Every process has the same number, since each pass over a sharded model takes them all: those with fewer end with
+        empty ones.
+        """
+        full = part[response_lengths[part] > 0]
+        shares = [full[share] for share in spread(lengths[full], self.world_size)]
+        cuts = [[share[cut] for cut in micro_batches(lengths[share], self.micro_batch_tokens)] for share in shares]
+        mine = cuts[self.rank]
+        return mine + [full[:0]] * (max(map(len, cuts)) - len(mine))
+
     def _step(
-        self, part: np.ndarray, rows: dict[str, Any], lengths: np.ndarray, sums: dict[str, float], uids: np.ndarray
+        self, part: np.ndarray, cuts: Sequence[np.ndarray], rows: dict[str, Any], sums: dict[str, float], uids: np.ndarray
     ) -> float:
-        """One optimiser step on the rows `part`; returns the gradient's norm before clipping."""
-        cuts = [part[cut] for cut in micro_batches(lengths[part], self.micro_batch_tokens)]
+        """One optimiser step on the rows `part`, of which this process has `cuts`; returns the gradient's norm before clipping.
+
+        Adds the sums of the metrics, over the tokens of all processes, to `sums`.
+        """
         # The divisor is that of all of `part`, known before the first micro-batch. A mean per micro-batch, averaged, would
         # weigh a token by the company it was packed with.
         if self.loss_aggregation == "token-mean":
@@ -292,37 +360,54 @@ class GRPOTrainer:
         else:
             divisor = len(part) * self.response_length
         self.optimizer.zero_grad()
+        mine: dict[str, float] = {}
+        bad: list[str] = []  # samples whose loss is not finite
         for cut in cuts:
             per_token, figures = self._loss(cut, rows)
-            if per_token.numel() == 0:
-                continue
-            loss = per_token.sum() / divisor
-            if not torch.isfinite(loss):
+            if not torch.isfinite(per_token).all():
                 owner = np.repeat(cut, [len(rows["response_ids"][i]) for i in cut])
-                bad = np.unique(owner[~torch.isfinite(per_token).cpu().numpy()])
-                raise FloatingPointError(f"step {self.param_version}: the loss of {_names(uids[bad])} is not finite")
-            loss.backward()
+                bad += map(str, uids[np.unique(owner[~torch.isfinite(per_token).cpu().numpy()])])
+            (per_token.sum() / divisor).backward()
             for master, p in self._twins():
                 # Summed in float32: in bfloat16 256 + 1 is 256, and the 257th of equal micro-batches would not count.
                 if p.grad is not None:
                     master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
                     p.grad = None
             for name, value in {**figures, "policy_loss": per_token.detach().sum()}.items():
-                sums[name] = sums.get(name, 0.0) + float(value)
-        if not sums:
-            sums["tokens"] = 0.0
+                mine[name] = mine.get(name, 0.0) + float(value)
+        for name, value in self._total(mine).items():
+            sums[name] = sums.get(name, 0.0) + value
         if all(p.grad is None for p in self.master):
             return 0.0  # every response was empty
         norm = nn.utils.get_total_norm([p.grad for p in self.master if p.grad is not None])
-        if not torch.isfinite(norm):
+        size = float(_whole(norm))
+        # Asked once, of what all processes have in common, so that either all of them stop or none.
+        if not math.isfinite(size + sum(sums.values())):
+            if bad := self._names_of_all(bad):
+                raise FloatingPointError(f"step {self.param_version}: the loss of {_shorten(bad)} is not finite")
             bad = self._blame(part, rows, uids)
-            raise FloatingPointError(f"step {self.param_version}: the gradient is not finite, from {bad}")
+            raise FloatingPointError(f"step {self.param_version}: the gradient is not finite, from {_shorten(bad)}")
         nn.utils.clip_grads_with_norm_(self.master, self.max_grad_norm, norm)
         self.optimizer.step()
         with torch.no_grad():
             for master, p in self._twins():
                 p.copy_(master)
-        return float(norm)
+        return size
+
+    def _total(self, mine: dict[str, float]) -> dict[str, float]:
+        """Each figure summed over the processes."""
+        if self.world_size == 1:
+            return mine
+        totals = torch.tensor(list(mine.values()), dtype=torch.float64, device=self.model.device)
+        torch.distributed.all_reduce(totals)
+        return dict(zip(mine, totals.tolist(), strict=True))
+
+    def _names_of_all(self, mine: list[str]) -> list[str]:
+        if self.world_size == 1:
+            return mine
+        every: list[list[str]] = [[]] * self.world_size
+        torch.distributed.all_gather_object(every, mine)
+        return sorted(name for names in every for name in names)
 
     def _twins(self) -> list[tuple[Tensor, nn.Parameter]]:
         """The float32 twins and the weights that they are rounded to; none for a model in float32."""
@@ -334,7 +419,7 @@ class GRPOTrainer:
         log_probs = response_log_probs(self.model, prompts, responses, self.temperature)
 
         def flat(values: Sequence[np.ndarray]) -> Tensor:
-            return torch.from_numpy(np.concatenate(values).astype(np.float32)).to(log_probs.device)
+            return torch.from_numpy(np.concatenate([*values, []]).astype(np.float32)).to(log_probs.device)
 
         mask = flat([rows["response_mask"][i] for i in cut])
         # A masked token was not sampled, and what stands there may be nan. 0 * nan is nan, in a backward pass too, so it goes
@@ -363,26 +448,26 @@ class GRPOTrainer:
         }
         return per_token * mask, figures
 
-    def _all_log_probs(self, model: nn.Module, rows: dict[str, Any], lengths: np.ndarray) -> list[np.ndarray]:
-        """The log-probabilities of all rows under `model`, row by row; no gradient."""
-        result: list[np.ndarray] = [np.zeros(0)] * len(lengths)
-        for cut in micro_batches(lengths, self.micro_batch_tokens):
+    def _all_log_probs(self, model: nn.Module, rows: dict[str, Any], mine: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
+        """The log-probabilities under `model` of the rows in the micro-batches `mine`, row by row; no gradient."""
+        result: list[np.ndarray] = [np.zeros(0)] * len(rows["advantages"])
+        for cut in itertools.chain(*mine):
             prompts, responses = [rows["prompt_ids"][i] for i in cut], [rows["response_ids"][i] for i in cut]
             values = response_log_probs(model, prompts, responses, self.temperature).cpu().numpy()
-            ends = np.cumsum([len(r) for r in responses])[:-1]
-            for i, row in zip(cut, np.split(values, ends), strict=True):
+            ends = np.cumsum([len(r) for r in responses], dtype=np.int64)
+            for i, row in zip(cut, np.split(values, ends)[:-1], strict=True):
                 result[i] = row
         return result
 
-    def _blame(self, part: np.ndarray, rows: dict[str, Any], uids: np.ndarray) -> str:
-        """The samples whose own gradient is not finite, or all where only their sum is not."""
+    def _blame(self, part: np.ndarray, rows: dict[str, Any], uids: np.ndarray) -> list[str]:
+        """The samples whose own gradient is not finite, or all: where only their sum is not, and where no process can tell."""
         bad = []
-        for i in part:
+        for i in part if self.world_size == 1 else ():
             per_token, _ = self._loss(np.array([i]), rows)
             grads = torch.autograd.grad(per_token.sum(), self.parameters, allow_unused=True) if per_token.numel() else ()
             if not all(torch.isfinite(g).all() for g in grads if g is not None):
                 bad.append(i)
-        return _names(uids[bad or part])
+        return [str(uid) for uid in uids[bad or part]]
 
     def _describe(self, rollouts: Any, advantages: np.ndarray) -> dict[str, float]:
         """Metrics of the batch itself; staleness is in versions, over tokens."""
@@ -402,26 +487,55 @@ class GRPOTrainer:
             "zero_spread_groups": 1 - float(np.mean(spread)),
         }
 
-    # -- weights out
+    # -- state out and in
 
     def weights(self) -> bytes:
         """All weights as the bytes of a safetensors file; tied ones once, as vLLM and transformers want them."""
-        return save(_untied(self.model))
+        return save(self.model_state())
+
+    def model_state(self) -> dict[str, Tensor]:
+        """All weights by name, tied ones once. Where several processes train, all must call this, and the first gets them."""
+        unique = {name for name, _ in (*self.model.named_parameters(), *self.model.named_buffers())}
+        return self._gather({name: tensor for name, tensor in self.model.state_dict().items() if name in unique})
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """What else an update changes: the optimiser's moments, and the float32 twins where there are any. As `model_state`."""
+        tensors: dict[str, Tensor] = {}
+        for i, master in enumerate(self.master):
+            if self.parameters[i] is not master:
+                tensors[f"{i}.master"] = master
+            for name, value in self.optimizer.state.get(master, {}).items():
+                tensors[f"{i}.{name}"] = value
+        return self._gather(tensors)
+
+    def load_optimizer_state(self, tensors: dict[str, Tensor]) -> None:
+        """Takes what `optimizer_state` gave; each process takes its share of it."""
+        for key, value in tensors.items():
+            i, name = key.split(".")
+            master = self.master[int(i)]
+            if hasattr(master, "placements") and value.shape == master.shape:
+                value = torch.distributed.tensor.distribute_tensor(value, master.device_mesh, master.placements)
+            if name == "master":
+                master.data.copy_(value)
+            else:
+                self.optimizer.state[master][name] = value.to(master.device)
+
+    def _gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        state = {}
+        for name, tensor in tensors.items():
+            tensor = _whole(tensor.detach())  # a tensor at a time: only the first process keeps them
+            if self.rank == 0:
+                state[name] = tensor.contiguous()
+        return state
 
 
-def _names(uids: np.ndarray) -> str:
-    shown = ", ".join(str(uid) for uid in uids[:4])
-    return f"sample{'s' if len(uids) > 1 else ''} {shown}{' ...' if len(uids) > 4 else ''}"
+def _whole(tensor: Tensor) -> Tensor:
+    """A tensor that is spread over processes, put together in each of them; any other as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def _untied(model: nn.Module) -> dict[str, Tensor]:
-    seen: set[int] = set()
-    state = {}
-    for name, tensor in model.state_dict().items():
-        if tensor.data_ptr() not in seen:
-            seen.add(tensor.data_ptr())
-            state[name] = tensor.detach().contiguous()
-    return state
+def _shorten(names: Sequence[str]) -> str:
+    return f"sample{'s' if len(names) > 1 else ''} {', '.join(names[:4])}{' ...' if len(names) > 4 else ''}"
 
 
 # ---- The loops -------------------------------------------------------------------------------------------------------
@@ -767,16 +881,10 @@ def save_checkpoint(
     ours = aside / "trainer"  # a folder of its own: vLLM takes every .safetensors beside config.json for weights
     ours.mkdir(parents=True)
     try:
-        trainer.model.save_pretrained(aside)
+        trainer.model.save_pretrained(aside, state_dict=trainer.model_state())
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
-        tensors = {"rng": torch.get_rng_state()}
-        for i, master in enumerate(trainer.master):
-            if trainer.parameters[i] is not master:
-                tensors[f"{i}.master"] = master
-            for name, value in trainer.optimizer.state.get(master, {}).items():
-                tensors[f"{i}.{name}"] = value
-        save_file(tensors, ours / "optimizer.safetensors")
+        save_file({"rng": torch.get_rng_state(), **trainer.optimizer_state()}, ours / "optimizer.safetensors")
         if rollouts is not None:
             rollouts.save(ours / "rollouts.npz")
         files = {str(path.relative_to(aside)): _sha256(path) for path in sorted(aside.rglob("*")) if path.is_file()}
@@ -817,13 +925,7 @@ def load_checkpoint(path: Path, trainer: GRPOTrainer) -> int:
     state = json.loads((path / "state.json").read_text())
     tensors = load_file(path / "trainer" / "optimizer.safetensors")
     torch.set_rng_state(tensors.pop("rng"))
-    for key, value in tensors.items():
-        i, name = key.split(".")
-        master = trainer.master[int(i)]
-        if name == "master":
-            master.data.copy_(value)
-        else:
-            trainer.optimizer.state[master][name] = value.to(master.device)
+    trainer.load_optimizer_state(tensors)
     trainer.param_version = state["param_version"]
     return state["step"]
 

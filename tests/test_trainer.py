@@ -55,6 +55,8 @@ from trainer import (
     policy_loss,
     response_log_probs,
     save_checkpoint,
+    shard,
+    spread,
     step_times,
 )
 
@@ -772,6 +774,101 @@ def test_a_gradient_that_is_not_finite_names_the_step_and_the_sample(micro_batch
     model.embed.weight.data[5] = 0.0
     poisoned = make_batch([[1], [2], [5], [4]], responses)
     assert_stops_and_leaves_everything(trainer, poisoned, "step 3: the gradient is not finite, from sample c")
+
+
+# ---- Several processes -----------------------------------------------------------------------------------------------
+
+
+@given(lengths=st.lists(st.integers(1, 50), max_size=40), n=st.integers(1, 5))
+@example(lengths=[9, 1, 1, 1, 1, 1, 1, 1, 1, 1], n=2)  # by count the first would get 13 tokens and the second 5
+def test_rows_are_spread_by_tokens(lengths: list[int], n: int) -> None:
+    """Each row once; the loads differ by at most the longest row."""
+    shares = spread(lengths, n)
+    assert len(shares) == n and sorted(i for share in shares for i in share.tolist()) == list(range(len(lengths)))
+    loads = [sum(lengths[i] for i in share) for share in shares]
+    assert max(loads) - min(loads) <= max(lengths, default=0)
+
+
+def sharded_cases() -> list[tuple[str, RolloutBatch, dict[str, Any], bool]]:
+    """(name, batch, knobs, tied): random ragged batches, and those that leave a process with nothing to do."""
+    rng = np.random.default_rng(0)
+    cases = []
+    for seed in range(6):
+        rows = 2 * int(rng.integers(1, 7))
+        shape = [(int(rng.integers(1, 7)), int(rng.integers(0, 7))) for _ in range(rows)]
+        knobs = {"micro_batch_tokens": int(rng.choice([1, 12, 40, 1000])), "response_length": 7, "kl_coef": 0.3 * (seed % 2)}
+        knobs |= {"loss_aggregation": ["token-mean", "dr-grpo"][seed // 2 % 2], "importance": ["bypass", "decoupled"][seed % 2]}
+        cases.append((f"random {seed}", random_batch(seed, shape), knobs, seed % 2 == 0))
+    cases.append(("two rows", random_batch(7, [(2, 3), (1, 9)]), {}, True))
+    cases.append(("one row with tokens", random_batch(8, [(2, 3), (1, 0)]), {}, False))
+    cases.append(("no tokens", make_batch([[1], [2]], [[], []]), {}, False))
+    decoupled = {"importance": "decoupled", "num_mini_batches": 2, "learning_rate": 0.01}
+    cases.append(("two optimiser steps", random_batch(9, [(2, 5), (3, 4), (1, 6), (4, 3)]), decoupled, True))
+    return cases
+
+
+def measure(case: tuple[str, RolloutBatch, dict[str, Any], bool], sharded: bool) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """(gradient, metrics) of one update."""
+    _, batch, knobs, tied = case
+    model = tiny_llama(tied=tied)
+    trainer = measuring(shard(model) if sharded else model, reference=_llama(1, False), **knobs)
+    metrics = trainer.update(batch)
+    return {name: g.full_tensor() if sharded else g for name, g in gradient(trainer).items()}, metrics
+
+
+def rank_of_a_group(rank: int, world_size: int, folder: str) -> None:
+    """What each of the processes does; the first one keeps what it finds, in files."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
+    found = {case[0]: measure(case, sharded=True) for case in sharded_cases()}
+    trainer = GRPOTrainer(shard(tiny_llama()), learning_rate=0.1)
+    prompts, responses = [[1], [2], [3], [4, 4]], [[1], [2, 3], [4, 5], [6]]
+    try:
+        trainer.update(make_batch(prompts, responses, logprobs=[[-1.0], [-1.0] * 2, [-1.0, float("nan")], [-1.0]]))
+    except FloatingPointError as error:
+        found["nan"] = str(error)
+    trainer = GRPOTrainer(shard(tiny_llama(tied=True)), learning_rate=1e-3)
+    trainer.update(random_batch(0))
+    weights, moments = trainer.model_state(), trainer.optimizer_state()
+    if rank == 0:
+        save_checkpoint(
+            Path(folder),
+            1,
+            SimpleNamespace(**vars(trainer), model_state=lambda: weights, optimizer_state=lambda: moments),
+            None,
+        )
+    else:
+        assert not weights and not moments, "held once, not by every process"
+    torch.distributed.barrier()
+    resumed = GRPOTrainer(shard(load_policy(f"{folder}/step_000001")), learning_rate=1e-3)
+    load_checkpoint(Path(folder) / "step_000001", resumed)
+    found["resumed"] = [trainer.update(random_batch(1)), resumed.update(random_batch(1))]
+    torch.save(found, f"{folder}/found-{rank}")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_gradient_of_several_processes_is_that_of_one(world_size: int, tmp_path: Path) -> None:
+    """Whatever the spread: processes with fewer micro-batches than others, with none, a model with and without a tied head.
+
+    A loss that is not finite stops all of them with the same words, and a checkpoint is that of one process.
+    """
+    torch.multiprocessing.spawn(rank_of_a_group, (world_size, str(tmp_path)), nprocs=world_size)
+    found = [torch.load(tmp_path / f"found-{rank}") for rank in range(world_size)]
+    for case in sharded_cases():
+        truth, metrics = measure(case, sharded=False)
+        for mine in found:
+            assert_same_gradient(mine[case[0]][0], truth)
+            assert mine[case[0]][1] == pytest.approx(metrics, rel=1e-4, abs=1e-6), case[0]
+    for mine in found:
+        assert mine["nan"] == "step 0: the loss of sample c is not finite"
+        assert mine["resumed"][0] == mine["resumed"][1] == found[0]["resumed"][0]
+    whole = GRPOTrainer(tiny_llama(tied=True), learning_rate=1e-3)
+    whole.update(random_batch(0))
+    saved = load_policy(str(tmp_path / "step_000001")).state_dict()
+    for name, weight in whole.model.state_dict().items():
+        torch.testing.assert_close(saved[name], weight, rtol=1e-3, atol=1e-4)
+    assert json.loads((tmp_path / "step_000001" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
 # ---- Less memory: bfloat16 weights, gradient checkpointing -----------------------------------------------------------

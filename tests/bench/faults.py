@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--preset", "pocket", "--steps", "6", "--batch-size", "4", "--group-size", "4", "--eval-problems", "8"]
@@ -73,10 +74,14 @@ run_gsm8k.Run.sync = sync_and_kill
 class Run:
     """The command, marked by an environment variable, so that its processes can be found."""
 
+    all: ClassVar[list[Run]] = []
+
     def __init__(self, folder: Path, name: str, *argv: str, program: Sequence[str] = (str(ROOT / "run_gsm8k.py"),)) -> None:
+        self.all.append(self)
         self.folder, self.mark = folder / name, f"{folder}/{name}"
         command = [sys.executable, *program, *SMALL, "--out", str(folder), "--name", name, *argv]
-        environment = os.environ | {"RUN_MARK": self.mark, "PYTHONPATH": str(ROOT)}
+        self.temporary = Path(tempfile.mkdtemp(prefix="f-"))  # of its own, and with a short name: Ray's sockets are in it
+        environment = os.environ | {"RUN_MARK": self.mark, "PYTHONPATH": str(ROOT), "TMPDIR": str(self.temporary)}
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
         )
@@ -159,16 +164,17 @@ def inject(name: str, folder: Path, rng: random.Random) -> tuple[Run, int, str, 
 def left_behind(run: Run, before: set[Path]) -> list[str]:
     """Processes and files of a run that has ended, after a moment of grace."""
     for _ in range(50):
-        left = [f"pid {pid}" for pid in run.processes()] + [str(path) for path in temporary_files() - before]
+        files = [*run.temporary.iterdir(), *(shared_memory() - before)]
+        left = [f"pid {pid}" for pid in run.processes()] + [str(path) for path in files]
         if not left:
             return []
         time.sleep(0.1)
     return left
 
 
-def temporary_files() -> set[Path]:
-    """Ray's folders, and whatever is in shared memory."""
-    return {*Path(tempfile.gettempdir()).glob("ray-*"), *Path("/dev/shm").iterdir()}
+def shared_memory() -> set[Path]:
+    """The files in shared memory."""
+    return set(Path("/dev/shm").iterdir())
 
 
 def disk_full(folder: Path) -> str:
@@ -250,7 +256,7 @@ def main() -> int:
         for name in args.only:
             if name in FAULTS:
                 mode, _, says, expected = FAULTS[name]
-                whole, before, again = curve_of(mode), temporary_files(), 0
+                whole, before, again = curve_of(mode), shared_memory(), 0
                 run, status, out, seconds = inject(name, folder, rng)
                 left = left_behind(run, before)
                 if expected:  # it was ended: go on
@@ -269,8 +275,9 @@ def main() -> int:
                     print(out, flush=True)
             else:
                 curve_of("one-step-off")
-                before = temporary_files()
-                problem, left = others[name](), sorted(temporary_files() - before)
+                before, earlier = shared_memory(), len(Run.all)
+                problem = others[name]()
+                left = [what for run in Run.all[earlier:] for what in left_behind(run, before)]
                 print(f"| {name} | | | {problem or 'as it should be'} | {left or 'nothing'} |", flush=True)
                 problem = problem or left
             wrong += bool(problem)
