@@ -460,16 +460,16 @@ class OneStepOffAgentLoopManager(AgentLoopManager):
         """Every replica takes its weights and cache memory back, all at once."""
         await self._on_every_replica("wake_up")
 
-    async def sleep(self) -> None:
-        """Every replica gives its memory to the trainer, all at once."""
-        await self._on_every_replica("sleep")
+    async def sleep(self, level: int = 1) -> None:
+        """Every replica gives its memory to the trainer, all at once; with level 2 that of the weights too, for good."""
+        await self._on_every_replica("sleep", level)
 
     async def clear_kv_cache(self) -> None:
         """Every replica forgets its cached prefixes, all at once. Raises what a replica that refuses raises."""
         await self._on_every_replica("clear_kv_cache")
 
-    async def _on_every_replica(self, method: str) -> None:
-        await asyncio.gather(*[getattr(replica, method).remote() for replica in self.rollout_replicas])
+    async def _on_every_replica(self, method: str, *args: Any) -> None:
+        await asyncio.gather(*[getattr(replica, method).remote(*args) for replica in self.rollout_replicas])
 
 
 def _timing(metrics: list[dict[str, float]]) -> dict[str, float]:

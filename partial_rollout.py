@@ -706,9 +706,11 @@ class VLLMServer:
     @_needs_engine
     async def sleep(self, level: int = 1) -> None:
         """Cancels, and gives the memory of weights and cache back (on a CPU vLLM only pauses). Level 2 drops the weights
-        for good: use it only where `update_weights` comes before the next request."""
+        for good: requests are taken again only after `wake_up` and `update_weights`."""
         async with self._door:
             await self._close("sleep")
+            if level == 2:
+                self._closed_by.add("no weights")
             await self.engine.sleep(level)
 
     @_needs_engine
@@ -727,7 +729,8 @@ class VLLMServer:
 
     @_needs_engine
     async def update_weights(self, weights: Any, param_version: int) -> None:
-        """Takes new weights (the bytes of a safetensors file, as any buffer) and the version they have.
+        """Takes new weights and the version they have. `weights` are the bytes of a safetensors file, as any buffer, or the
+        update_info of vLLM's weight transfer, which the trainer's side sends (a dict): then they come GPU to GPU.
 
         Requests in flight are cancelled first. Seam: prefixes cached under the old weights would be the old policy's keys
         and values; they are forgotten, and vLLM's answer is checked, since it may refuse.
@@ -735,19 +738,37 @@ class VLLMServer:
         async with self._door:
             await self._close("update")  # where this fails it stays closed: half-loaded weights serve no one
             await self._reset_prefix_cache()
-            # A file without a name: the engine's process opens it through /proc, and it is gone with this process however
-            # that ends.
-            file = os.memfd_create("weights")
-            try:
-                with open(file, "wb", closefd=False) as out:
-                    out.write(weights)
-                await self.engine.collective_rpc("load_weights", args=(f"/proc/{os.getpid()}/fd/{file}",))
-            finally:
-                os.close(file)
+            if isinstance(weights, dict):
+                from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+                await self.engine.start_weight_update()
+                await self.engine.update_weights(WeightTransferUpdateRequest(update_info=weights))
+                await self.engine.finish_weight_update()
+            else:
+                await self._load_file(weights)
             await self.engine.update_weight_version(str(param_version))
             self.param_version = param_version
+            self._closed_by.discard("no weights")
             await self._open("update")
             self._has_weights.set()
+
+    async def _load_file(self, weights: Any) -> None:
+        # A file without a name: the engine's process opens it through /proc, and it is gone with this process however that
+        # ends.
+        file = os.memfd_create("weights")
+        try:
+            with open(file, "wb", closefd=False) as out:
+                out.write(weights)
+            await self.engine.collective_rpc("load_weights", args=(f"/proc/{os.getpid()}/fd/{file}",))
+        finally:
+            os.close(file)
+
+    @_needs_engine
+    async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
+        """Joins the trainer for weights that come GPU to GPU; `init_info` is that of vLLM's weight transfer."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
 
     async def _close(self, reason: str) -> None:
         self._closed_by.add(reason)

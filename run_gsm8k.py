@@ -78,7 +78,7 @@ def knob(default: Any, group: str, help: str, alone: Any = None) -> Any:
 class Config:
     """Each knob once: name, type, default, meaning, unit. The command line is made from it."""
 
-    preset: L["auto", "pocket", "gsm8k"] = knob("auto", "what", "defaults; auto: pocket without a GPU, gsm8k with one")
+    preset: L["auto", "pocket", "qwen"] = knob("auto", "what", "defaults; auto: pocket without a GPU, qwen with one")
     model: str = knob("", "what", "Hugging Face folder or hub name of the policy to start from")
     data: str = knob("", "what", 'folder with GSM8K\'s train.jsonl and test.jsonl, "gsm8k" (downloads them), or "pocket"')
     mode: L["one-step-off", "sync", "partial"] = knob("one-step-off", "what", "which of the loops in trainer.py")
@@ -117,6 +117,12 @@ class Config:
     rollout_servers: int = knob(1, "machines", "vLLM engines")
     tensor_parallel_size: int = knob(1, "machines", "GPUs (or processes on a CPU) that share the weights of one engine")
     workers: int = knob(1, "machines", "Ray actors that run the agent loops")
+    colocate: bool = knob(
+        False, "machines", "sync mode on one GPU: the server sleeps, without its weights, while training goes on"
+    )
+    gpu_memory_utilization: float = knob(
+        0.0, "machines", "share of a GPU that an engine takes; 0: 0.9, or 0.5 beside a trainer"
+    )
     trainer_workers: int = knob(1, "machines", "processes that train together, by PyTorch's FSDP2; 1: no process group")
     ray_address: str = knob(
         "", "machines", "HOST:PORT of a Ray cluster, or auto; by default Ray is started on this machine alone"
@@ -139,7 +145,7 @@ class Config:
 
 PRESETS: dict[str, dict[str, Any]] = {
     "pocket": {"model": str(POCKET), "data": "pocket", "prompt_length": 128},
-    "gsm8k": {
+    "qwen": {
         "model": "Qwen/Qwen2.5-0.5B-Instruct",
         "data": "gsm8k",
         "learning_rate": 1e-6,
@@ -191,8 +197,8 @@ def parse_config(argv: Sequence[str]) -> tuple[Config, str]:
     preset = given.get("preset") or saved.get("preset") or "auto"
     why = "chosen by --preset"
     if preset == "auto":
-        gpu = has_gpu()
-        preset = "gsm8k" if gpu else "pocket"
+        gpu = count_gpus() > 0
+        preset = "qwen" if gpu else "pocket"
         why = f"{'a' if gpu else 'no'} GPU was found; choose another with --preset, or your own --model and --data"
     config = Config(**{**PRESETS[preset], **saved, **given, "preset": preset})
     check_config(config)
@@ -233,17 +239,23 @@ def check_config(config: Config) -> None:
         raise UsageError("--compare trains, and --eval-only does not: leave one of them out")
     if config.compare and config.resume:
         raise UsageError("--compare cannot be resumed: leave --resume out, or resume its runs one by one")
+    if not 0 <= config.gpu_memory_utilization <= 1:
+        raise UsageError(f"--gpu-memory-utilization {config.gpu_memory_utilization}: give a share between 0 and 1")
+    if config.colocate and config.mode != "sync":
+        raise UsageError(
+            f"--colocate with --mode {config.mode}: rollouts go on while it trains; use --mode sync, or leave it out"
+        )
     if config.temperature > 2:
         raise UsageError(f"--temperature {config.temperature}: vLLM takes at most 2")
 
 
-def has_gpu() -> bool:
-    """Whether torch sees a CUDA device. It is asked only where there is something to see: importing it takes seconds."""
+def count_gpus() -> int:
+    """CUDA devices that torch sees. It is asked only where there is something to see: importing it takes seconds."""
     if not (list(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()):
-        return False
+        return 0
     import torch
 
-    return torch.cuda.is_available()
+    return torch.cuda.device_count()
 
 
 # ---- The problems ----------------------------------------------------------------------------------------------------
@@ -764,6 +776,42 @@ def _as_list(value: Any) -> list[int]:
     return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
 
 
+@dataclass(frozen=True)
+class Plan:
+    """Which device each part gets.
+
+    Without a GPU the trainer has half of the cores and the servers the others. With enough of them the trainer's first process
+    has the first GPU, and Ray gives the others to servers and trainer workers. With one, trainer and server share it.
+    """
+
+    device: str  # of the trainer
+    shared: bool  # the server is on the trainer's GPU
+    server: dict[str, int]  # what Ray reserves for a server,
+    trainer: dict[str, int]  # and for a trainer worker
+    engine_args: dict[str, Any]  # what vLLM must know of it
+
+
+def plan_devices(config: Config, gpus: int) -> Plan:
+    """The plan for this machine, which has so many GPUs. Raises UsageError where they are too few."""
+    if gpus == 0:
+        args = {"kv_cache_memory_bytes": config.kv_cache_mb << 20, "enforce_eager": True}
+        return Plan("cpu", False, {"CPU": 1}, {"CPU": 1}, args)
+    servers, each, trainers = config.rollout_servers, config.tensor_parallel_size, config.trainer_workers
+    needed = trainers + servers * each
+    shared = not config.ray_address and (config.colocate or gpus < needed)
+    if shared and (servers, each, trainers) != (1, 1, 1):
+        raise UsageError(
+            f"--trainer-workers {trainers} and --rollout-servers {servers} with --tensor-parallel-size {each} take {needed} "
+            f"GPUs, and {gpus} are here: lower one of them (a single server may share the GPU of a single trainer)"
+        )
+    args = {
+        "gpu_memory_utilization": config.gpu_memory_utilization or (0.5 if shared and not config.colocate else 0.9),
+        "enable_sleep_mode": config.colocate,
+        "weight_transfer_config": {"backend": "ipc" if shared else "nccl"},
+    }
+    return Plan("cuda", shared, {"CPU": 1} if shared else {"CPU": 1, "GPU": each}, {"CPU": 1, "GPU": 1}, args)
+
+
 def check_ray_address(address: str) -> None:
     """Raises UsageError where nothing answers: Ray itself would try for minutes."""
     if address in ("", "auto"):
@@ -779,11 +827,12 @@ def check_ray_address(address: str) -> None:
         ) from error
 
 
-def start_ray(config: Config, temporary: str) -> None:
+def start_ray(config: Config, temporary: str, hide_gpus: int = 0) -> None:
     """Joins the cluster at --ray-address; or starts a Ray of our own on this machine, reachable from nowhere else.
 
     `temporary` is a folder for its sockets and logs, with a short name, since that of a socket has at most 107 characters.
-    Raises UsageError where the cluster cannot be joined.
+    A Ray of our own does not see the first `hide_gpus` GPUs: they are this process's. Raises UsageError where the cluster
+    cannot be joined.
     """
     import ray
 
@@ -804,15 +853,19 @@ def start_ray(config: Config, temporary: str) -> None:
                 f"must run on a machine of the cluster, with the same versions of Python and Ray"
             ) from error
     else:
+        if hide_gpus:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count_gpus())))
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[hide_gpus:])
         ray.init(
             address="local",  # whatever RAY_ADDRESS says
             num_cpus=config.rollout_servers + config.trainer_workers,  # a number for each that `reserve` asks for, no more
             _node_ip_address="127.0.0.1",
             include_dashboard=False,
             _temp_dir=temporary,
-            object_store_memory=1 << 30,
             **quiet,
         )
+        if hide_gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[:hide_gpus])
     signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own in place
 
 
@@ -999,6 +1052,63 @@ def _answer_of(rank: int, call: Any, timeout: float | None = None) -> None:
         raise RuntimeError(f"trainer worker {rank} died: {str(error).splitlines()[0]}") from error
 
 
+class GPUTransfer:
+    """Weights from the trainer's GPU to the servers', by vLLM's own weight transfer (vLLM 0.32): over NCCL, or by CUDA IPC
+    where they share one.
+
+    vLLM's trainer side sends, and tells the inference side what comes through a client with these four methods.
+    """
+
+    def __init__(self, servers: Sequence[Any], trainer: Any, plan: Plan, tensor_parallel_size: int) -> None:
+        from vllm.distributed.weight_transfer.base import ModuleSource
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+        self.servers, self.trainer, self.workers_each = list(servers), trainer, tensor_parallel_size
+        self.version = trainer.param_version
+        if plan.shared:
+            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+            info = IPCTrainerInitInfo(rank=0)
+        else:
+            import ray
+            from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+            world_size = 1 + len(self.servers) * tensor_parallel_size
+            info = NCCLTrainerInitInfo(ray.util.get_node_ip_address(), free_port(), world_size, rank=0)
+        self.engine = WeightTransferTrainerFactory.trainer_init(info, client=self, source=ModuleSource(trainer.model))
+
+    def send(self, version: int) -> None:
+        """Every server takes the weights, as `version`. Blocks."""
+        self.version = version
+        # Where several processes train, the weights are gathered from all of them as they go out.
+        gathering = [worker.call.remote("model_state") for worker in getattr(self.trainer, "workers", ())]
+        self.engine.send_weights()
+        for rank, call in enumerate(gathering, start=1):
+            _answer_of(rank, call)
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Every server joins; its workers come in the group after those of the servers before it."""
+        import ray
+
+        infos = [dict(init_info) for _ in self.servers]
+        for i, info in enumerate(infos):
+            if "rank_offset" in info:
+                info["rank_offset"] += i * self.workers_each
+        ray.get([server.init_weight_transfer.remote(info) for server, info in zip(self.servers, infos, strict=True)])
+
+    def start_weight_update(self) -> None:
+        """Nothing: a server's update_weights is all of it."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Every server takes what is being sent."""
+        import ray
+
+        ray.get([server.update_weights.remote(update_info, self.version) for server in self.servers])
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Nothing, as above."""
+
+
 class Run:
     """One run from start to summary. `start` brings everything up, `fit` trains, `close` takes everything down."""
 
@@ -1011,7 +1121,9 @@ class Run:
         self.actors: list[Any] = []
         self.temporary = ""
         self.syncing = asyncio.Lock()  # held while weights go out
+        self.transfer: GPUTransfer | None = None
         check_ray_address(config.ray_address)
+        self.plan = plan_devices(config, count_gpus())
         self.problems = load_problems(config.data)
         check_model_path(config.model)
         name = config.name or time.strftime(f"%Y%m%d-%H%M%S-{config.preset}-{config.mode}-seed{config.seed}")
@@ -1062,17 +1174,16 @@ class Run:
         looking = ThreadPoolExecutor(1).submit(self._look_at_model)
         adopt_orphans()
         self.temporary = tempfile.mkdtemp(prefix="ray-")
-        start_ray(self.config, self.temporary)
+        start_ray(self.config, self.temporary, hide_gpus=int(self.plan.device != "cpu" and not self.plan.shared))
         import ray
 
         from one_step_off import AgentLoopWorker, OneStepOffAgentLoopManager
         from partial_rollout import VLLMServer
 
-        config, source, gpu = self.config, self.source, has_gpu()
-        trainer_cores, rollout_cores = (None, None) if gpu or config.ray_address else split_cores()
-        device_args = {"gpu_memory_utilization": 0.5} if gpu else {"kv_cache_memory_bytes": config.kv_cache_mb << 20}
-        bundles = [{"CPU": 1}] * (config.rollout_servers + config.trainer_workers - 1)
-        places = reserve(bundles)
+        config, source, plan = self.config, self.source, self.plan
+        on_cpu = plan.device == "cpu"
+        trainer_cores, rollout_cores = split_cores() if on_cpu and not config.ray_address else (None, None)
+        places = reserve([plan.trainer] * (config.trainer_workers - 1) + [plan.server] * config.rollout_servers)
         # An actor that dies is started again by Ray, which then sends its requests again, with the tokens they came with.
         options = {"max_concurrency": 4096, "max_restarts": MAX_RESTARTS}
         server_actor = ray.remote(max_task_retries=-1, **options)(VLLMServer)
@@ -1087,11 +1198,10 @@ class Run:
                 max_model_len=self.lengths["max_model_len"],
                 max_num_seqs=config.max_num_seqs,
                 block_size=32,
-                enforce_eager=not gpu,
                 tensor_parallel_size=config.tensor_parallel_size,
                 exit_when_dead=True,
                 wait_for_weights=_never if config.eval_only else was_restarted,
-                **device_args,
+                **plan.engine_args,
             )
             for rank, name in enumerate(names)
         ]
@@ -1106,10 +1216,9 @@ class Run:
         if trainer_cores:
             os.sched_setaffinity(0, trainer_cores)
             torch.set_num_threads(len(trainer_cores))
-        device = "cuda" if gpu else "cpu"
         self.timeline, self.trainer = Timeline(), None
         if not config.eval_only:
-            self._make_trainer(device, trainer_cores, places)
+            self._make_trainer(plan.device, trainer_cores, places)
 
         # The workers come last: until here the cores were busy with what takes longest, the import of vLLM.
         loop = "partial_single_turn_agent" if config.mode == "partial" else "single_turn_agent"
@@ -1120,13 +1229,15 @@ class Run:
         self.manager = OneStepOffAgentLoopManager(workers, self.servers, timeout_s=config.timeout_s)
         devices = ray.get([server.ready.remote() for server in self.servers], timeout=config.timeout_s)
         ray.get([worker.ready.remote() for worker in workers], timeout=config.timeout_s)
+        if self.trainer and not on_cpu:
+            self.transfer = GPUTransfer(self.servers, self.trainer, plan, config.tensor_parallel_size)
         if self.trainer:
             parameters = sum(p.numel() for p in self.trainer.model.parameters())
             say(f"policy     {source}, {parameters / 1e6:.1f} million parameters, {config.dtype}")
             together = f", {config.trainer_workers} processes together" if config.trainer_workers > 1 else ""
-            say(f"training   {device}{_cores(trainer_cores)}{together}")
+            say(f"training   {plan.device}{_cores(trainer_cores)}{together}")
         for i, found in enumerate(devices):
-            say(f"rollouts   vLLM server {i} on {found['device']}{_cores(None if gpu else found['cores'])}")
+            say(f"rollouts   vLLM server {i} on {found['device']}{_cores(found['cores'] if on_cpu else None)}")
 
     def _make_trainer(self, device: str, cores: list[int] | None, places: list[dict[str, Any]]) -> None:
         from one_step_off import RolloutBatch
@@ -1163,7 +1274,12 @@ class Run:
         rollouts.add_done_callback(
             lambda _: self.timeline.add("rollouts", f"generate {t}", start, time.perf_counter(), version)
         )
-        return rollouts
+        return asyncio.ensure_future(self._then_sleep(rollouts)) if config.colocate else rollouts
+
+    async def _then_sleep(self, rollouts: Awaitable[Any]) -> Any:
+        result = await rollouts
+        await self.manager.sleep(level=2)  # without its weights: `sync` brings newer ones before the next request
+        return result
 
     def group(self, number: int) -> Any:
         """The prompts of one group: row by row those that `generate` makes of the same problem."""
@@ -1194,14 +1310,19 @@ class Run:
         return rollouts.with_columns(text=texts, rewards=rewards)
 
     async def sync(self) -> None:
-        """The trainer's weights go into the object store once; every server takes them from there, all at once."""
+        """The trainer's weights go out once, and all servers take them at once: from Ray's object store, or GPU to GPU."""
         import numpy as np
         import ray
 
         async with self.syncing:
-            self.weights = ray.put(np.frombuffer(self.trainer.weights(), np.uint8))
+            if self.config.colocate:
+                await self.manager.wake_up()
             self.weights_version = self.trainer.param_version
-            await asyncio.gather(*[s.update_weights.remote(self.weights, self.weights_version) for s in self.servers])
+            self.weights = ray.put(np.frombuffer(self.trainer.weights(), np.uint8))
+            if self.transfer is not None:  # what was put is then for a server that has to be started again
+                await asyncio.to_thread(self.transfer.send, self.weights_version)
+            else:
+                await asyncio.gather(*[s.update_weights.remote(self.weights, self.weights_version) for s in self.servers])
 
     async def look_after(self, i: int) -> None:
         """Watches server i for ever. When it has died, Ray starts it again, and it gets the current weights."""
@@ -1238,6 +1359,7 @@ class Run:
     async def _bring_back(self, i: int) -> bool:
         """Waits until server i is up again and gives it the weights, unless a sync that was going on has. False if it hangs."""
         server, limit_s = self.servers[i], self.config.server_timeout_s
+        self.transfer = None  # its group has lost a member: from now on weights go through the object store
         try:
             await asyncio.wait_for(server.ready.remote(), self.config.timeout_s)
             async with self.syncing:

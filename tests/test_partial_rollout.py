@@ -790,7 +790,49 @@ def test_replicas_of_one_run_do_not_share_their_noise() -> None:
     assert len({server._own_seeds.getrandbits(63) for server in servers for _ in range(100)}) == 800
 
 
-MOVES = ["cancel", "resume", "sleep", "wake_up", "update", "failing update"]
+def test_weights_that_an_engine_gave_up_must_come_before_a_request() -> None:
+    """After sleep(level=2) waking up is not enough: what is in the memory then is anything."""
+    with no_engine():
+        server = VLLMServer("model")
+
+    async def check() -> list[set[str]]:
+        moves = [server.sleep(2), server.wake_up(), server.resume(), server.update_weights(b"weights", 1)]
+        return [set(server._closed_by) for move in moves if await move is None]
+
+    assert asyncio.run(check()) == [{"sleep", "no weights"}, {"no weights"}, {"no weights"}, set()]
+
+
+def test_weights_from_gpu_to_gpu_pass_the_same_door() -> None:
+    """vLLM's weight transfer gets what the trainer's side said, while nothing is served; up to the call, without a GPU."""
+    calls = []
+
+    class Transferring(NoEngine):
+        async def init_weight_transfer_engine(self, request: Any) -> None:
+            calls.append(("init", request.init_info))
+
+        async def start_weight_update(self) -> None:
+            calls.append(("start", self.paused))
+
+        async def update_weights(self, request: Any) -> None:
+            calls.append(("update", request.update_info, self.paused))
+
+        async def finish_weight_update(self) -> None:
+            calls.append(("finish", self.paused))
+
+    with no_engine():
+        server = VLLMServer("model")
+    server.engine = Transferring()
+
+    async def check() -> None:
+        await server.init_weight_transfer({"rank_offset": 1})
+        await server.update_weights({"names": ["w"]}, 5)
+
+    asyncio.run(check())
+    assert calls == [("init", {"rank_offset": 1}), ("start", True), ("update", {"names": ["w"]}, True), ("finish", True)]
+    assert server.param_version == 5 and not server._closed_by and not server.engine.paused
+
+
+MOVES = ["cancel", "resume", "sleep", "deep sleep", "wake_up", "update", "failing update"]
 
 
 @given(st.lists(st.lists(st.sampled_from(MOVES), max_size=6), max_size=4))
@@ -808,6 +850,8 @@ def test_the_door_and_the_engine_agree_whatever_order_callers_come_in(callers: l
                 version = server.param_version
                 with pytest.raises(OSError):
                     await server.update_weights(b"", version + 1)
+            elif move == "deep sleep":
+                await server.sleep(level=2)
             else:
                 await getattr(server, move)()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import hashlib
 import http.server
+import inspect
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 from statistics import NormalDist
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -227,6 +229,15 @@ def test_each_response_has_a_seed_of_its_own_that_depends_on_nothing_else() -> N
         (["--resume", "--name", "nowhere"], "nothing to resume"),
         (["--eval-only", "--eval-problems", "0"], "--eval-only with --eval-problems 0: give at least 1"),
         (["--compare", "-1"], "--compare -1: give at least 0"),
+        (["--trainer-workers", "0"], "--trainer-workers 0: give at least 1"),
+        (["--colocate"], "--colocate with --mode one-step-off: rollouts go on while it trains; use --mode sync"),
+        (["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization 1.5: give a share between 0 and 1"),
+        (["--ray-address", "127.0.0.1:1"], "--ray-address 127.0.0.1:1: nothing answers there ("),
+        (["--ray-address", "nowhere.invalid:6379"], "--ray-address nowhere.invalid:6379: nothing answers there ("),
+        (["--ray-address", "ray://a:1"], "--ray-address ray://a:1: give HOST:PORT, as ray start --head prints it, or auto"),
+        (["--ray-address", "a:b"], "--ray-address a:b: give HOST:PORT, as ray start --head prints it, or auto"),
+        (["--ray-address", "127.0.0.1:99999"], "--ray-address 127.0.0.1:99999: nothing answers there ("),
+        (["--ray-address", "auto"], "--ray-address auto cannot be joined ("),
     ],
 )
 def test_bad_input_ends_in_one_line_that_names_the_value(
@@ -286,10 +297,82 @@ def test_a_broken_torchvision_is_named_with_its_mend(tmp_path: Path, monkeypatch
 def test_the_preset_says_why_it_was_chosen() -> None:
     """Nothing falls back silently."""
     config, why = parse_config([])
-    if not run_gsm8k.has_gpu():
+    if not run_gsm8k.count_gpus():
         assert config.preset == "pocket" and "no GPU was found; choose another with --preset" in why
-    assert parse_config(["--preset", "gsm8k"])[0].dtype == "bfloat16"
-    assert parse_config(["--preset", "gsm8k", "--dtype", "float32"])[0].dtype == "float32", "a flag goes before a preset"
+    assert parse_config(["--preset", "qwen"])[0].dtype == "bfloat16"
+    assert parse_config(["--preset", "qwen", "--dtype", "float32"])[0].dtype == "float32", "a flag goes before a preset"
+
+
+# ---- GPUs, up to the call --------------------------------------------------------------------------------------------
+
+
+def plan(gpus: int, *argv: str) -> run_gsm8k.Plan:
+    return run_gsm8k.plan_devices(parse_config(["--preset", "pocket", *argv])[0], gpus)
+
+
+def test_every_part_gets_a_device() -> None:
+    """None on a CPU machine; one GPU is shared; with more the trainer has the first, and Ray hands out the others."""
+    assert plan(0, "--rollout-servers", "9").engine_args == {"kv_cache_memory_bytes": 512 << 20, "enforce_eager": True}
+    one = plan(1)
+    assert one.shared and one.server == {"CPU": 1} and one.engine_args["weight_transfer_config"] == {"backend": "ipc"}
+    assert one.engine_args["gpu_memory_utilization"] == 0.5 and not one.engine_args["enable_sleep_mode"]
+    asleep = plan(8, "--colocate", "--mode", "sync")
+    assert asleep.shared and asleep.engine_args["gpu_memory_utilization"] == 0.9 and asleep.engine_args["enable_sleep_mode"]
+    many = plan(8, "--rollout-servers", "3", "--tensor-parallel-size", "2", "--trainer-workers", "2")
+    assert not many.shared and many.server == {"CPU": 1, "GPU": 2} and many.trainer == {"CPU": 1, "GPU": 1}
+    assert many.engine_args["weight_transfer_config"] == {"backend": "nccl"}
+    with pytest.raises(UsageError, match="take 8 GPUs, and 7 are here: lower one of them"):
+        plan(7, "--rollout-servers", "3", "--tensor-parallel-size", "2", "--trainer-workers", "2")
+    assert plan(2, "--gpu-memory-utilization", "0.7").engine_args["gpu_memory_utilization"] == 0.7
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_weights_go_from_gpu_to_gpu_by_vllms_own_transfer(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything up to NCCL: vLLM's trainer side is built as it wants to be, and each server's workers have their own ranks."""
+    import ray
+    import torch
+    from vllm.distributed.weight_transfer import base, factory
+
+    calls: list[tuple[str, int, Any]] = []
+
+    class Server:
+        def __init__(self, i: int) -> None:
+            self.i = i
+
+        def __getattr__(self, method: str) -> Any:
+            return SimpleNamespace(remote=lambda *args: calls.append((method, self.i, args)))
+
+    class Sender:  # vLLM's own, without the GPU
+        def __init__(self, info: Any, client: Any, source: Any) -> None:
+            self.info, self.client, self.names = info, client, [meta.name for meta in source.metadata()]
+            client.init_weight_transfer_engine(
+                {"packed": True} if shared else {"rank_offset": 1, "world_size": info.world_size}
+            )
+
+        def send_weights(self) -> None:
+            self.client.start_weight_update()
+            self.client.update_weights({"names": self.names})
+            self.client.finish_weight_update()
+
+    def trainer_init(init_info: Any, *, client: Any, source: Any) -> Sender:
+        return Sender(init_info, client, source)
+
+    assert {name for name in vars(base.VLLMWeightSyncClient) if not name.startswith("_")} <= set(dir(run_gsm8k.GPUTransfer))
+    real, ours = map(inspect.signature, (factory.WeightTransferTrainerFactory.trainer_init, trainer_init))
+    assert [(p.name, p.kind) for p in real.parameters.values()] == [(p.name, p.kind) for p in ours.parameters.values()]
+    monkeypatch.setattr(factory.WeightTransferTrainerFactory, "trainer_init", trainer_init)
+    monkeypatch.setattr(ray, "get", list)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    trainer = SimpleNamespace(model=torch.nn.Linear(2, 2), param_version=3)
+    transfer = run_gsm8k.GPUTransfer([Server(0), Server(1)], trainer, plan(1) if shared else plan(5), 2)
+    transfer.send(4)
+    offsets = [args[0].get("rank_offset") for method, _, args in calls if method == "init_weight_transfer"]
+    assert offsets == ([None, None] if shared else [1, 3])
+    if not shared:
+        assert transfer.engine.info.world_size == 5 and transfer.engine.info.is_sender
+    assert [call for call in calls if call[0] == "update_weights"] == [
+        ("update_weights", i, ({"names": ["weight", "bias"]}, 4)) for i in range(2)
+    ]
 
 
 # ---- The pocket policy -----------------------------------------------------------------------------------------------
