@@ -76,6 +76,13 @@ def test_flexible_mode_takes_the_last_number_of_the_text() -> None:
     assert compute_reward("#### -5", "5") == 0.0 and compute_reward("#### 5", "-5") == 0.0
 
 
+def test_a_format_score_is_for_a_wrong_number_in_the_right_place() -> None:
+    """Less than a right answer, and nothing for a number elsewhere."""
+    scores = [compute_reward(text, "5", format_score=0.2) for text in ("#### 5", "#### 6", "5", "####", "6 ####")]
+    assert scores == [1.0, 0.2, 0.0, 0.0, 0.0]
+    assert compute_reward("so 5", "5", "flexible", 0.2) == 1.0 and compute_reward("so 6", "5", "flexible", 0.2) == 0.0
+
+
 @given(
     st.decimals(min_value=-(10**9), max_value=10**9, places=2) | st.integers(-(10**9), 10**9).map(Decimal),
     st.sampled_from(["{}", "${}", "**{}**", "{}.", "{} dollars", "({})", "= {}", "\\boxed{{{}}}"]),
@@ -230,6 +237,7 @@ def test_each_response_has_a_seed_of_its_own_that_depends_on_nothing_else() -> N
         (["--eval-only", "--eval-problems", "0"], "--eval-only with --eval-problems 0: give at least 1"),
         (["--compare", "-1"], "--compare -1: give at least 0"),
         (["--trainer-workers", "0"], "--trainer-workers 0: give at least 1"),
+        (["--format-score", "1"], "--format-score 1.0: give at least 0, and less than the 1 of a right answer"),
         (["--colocate"], "--colocate with --mode one-step-off: rollouts go on while it trains; use --mode sync"),
         (["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization 1.5: give a share between 0 and 1"),
         (["--ray-address", "127.0.0.1:1"], "--ray-address 127.0.0.1:1: nothing answers there ("),
