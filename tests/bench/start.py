@@ -2,8 +2,8 @@
 
     python tests/bench/start.py                      # about 4 minutes on two cores
 
-Beside it: the import of vLLM alone, which such a run makes twice, one after the other (in the server's actor, and in the process
-of the engine that vLLM starts from there), and Ray alone. Must reach: below 30 s, the evaluation before training included.
+Beside it: the import of vLLM alone, which such a run makes twice, one after the other (in the server's actor, and in the
+engine's process, which vLLM starts from there), and Ray alone. Must reach: below 30 s, the evaluation before included.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def first_step_s() -> float:
-    """Seconds from the launch to the moment when the first step begins, as the run itself counts, and what Python took before."""
+    """Seconds from the launch to the moment when the first step begins, as the run itself counts."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(ROOT / "run_gsm8k.py"), "--preset", "pocket", "--steps", "1", "--save-every", "0"]
         subprocess.run([*command, "--out", folder, "--name", "run"], capture_output=True, check=True)
