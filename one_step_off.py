@@ -95,7 +95,7 @@ class Ragged:
         return Ragged(np.concatenate(rows) if rows else self.values[:0], self.lengths[chosen])
 
     def rows(self) -> list[np.ndarray]:
-        """All n rows as views into `values`."""
+        """All n rows, (L_i,) each, as views into `values`."""
         return [self.values[a:b] for a, b in itertools.pairwise(self.offsets.tolist())]
 
 

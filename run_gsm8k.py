@@ -3,7 +3,7 @@
     run_gsm8k.py ──► one_step_off.py ──► partial_rollout.py ──► vLLM          (rollouts; their own cores)
          │               manager, workers    agent loops, servers
          └─────────► trainer.py                                               (training; the other cores)
-                         GRPO, fit_sync, fit_one_step_off
+                         GRPO, fit_sync, fit_one_step_off, fit_partial
 
 Without a GPU it runs the *pocket* preset: a Llama of 0.9 million parameters that has two habits. Mostly it answers a word
 problem at once, and is mostly wrong; sometimes it works the problem out, and is mostly right. Nothing tells it which is
@@ -784,6 +784,34 @@ def _as_list(value: Any) -> list[int]:
     return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
 
 
+def model_lengths(model: str, config: Config) -> dict[str, int]:
+    """The limits in tokens. Raises UsageError where prompt and response do not fit in the model."""
+    total = config.prompt_length + config.response_length
+    file = Path(model) / "config.json"  # a model from the hub is checked by vLLM
+    try:
+        limit = json.loads(file.read_text()).get("max_position_embeddings", total) if file.exists() else total
+    except ValueError as error:
+        raise UsageError(f"--model {model} cannot be loaded: {file} is no JSON ({error})") from error
+    if total > limit:
+        raise UsageError(
+            f"--prompt-length {config.prompt_length} and --response-length {config.response_length} do not fit in the {limit} "
+            f"tokens of {model}: lower one of them"
+        )
+    return {"response_length": config.response_length, "max_model_len": total}
+
+
+def check_prompts(problems: PocketProblems | GSM8K, tokenizer: Any, config: Config) -> None:
+    """Raises UsageError for a prompt that is longer than --prompt-length. Looks at the test set and the longest problems."""
+    for problem in [*problems.test(config.eval_problems), *problems.longest(200)]:
+        chat = [{"role": "user", "content": problem.question}]
+        n = len(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
+        if n > config.prompt_length:
+            raise UsageError(f"--prompt-length {config.prompt_length}: a prompt has {n} tokens; give at least that")
+
+
+# ---- Which device, which machine -------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Plan:
     """Which device each part gets.
@@ -903,29 +931,7 @@ def reserve(bundles: list[dict[str, int]], patience_s: float = 60) -> list[dict[
     ]
 
 
-def model_lengths(model: str, config: Config) -> dict[str, int]:
-    """The limits in tokens. Raises UsageError where prompt and response do not fit in the model."""
-    total = config.prompt_length + config.response_length
-    file = Path(model) / "config.json"  # a model from the hub is checked by vLLM
-    try:
-        limit = json.loads(file.read_text()).get("max_position_embeddings", total) if file.exists() else total
-    except ValueError as error:
-        raise UsageError(f"--model {model} cannot be loaded: {file} is no JSON ({error})") from error
-    if total > limit:
-        raise UsageError(
-            f"--prompt-length {config.prompt_length} and --response-length {config.response_length} do not fit in the {limit} "
-            f"tokens of {model}: lower one of them"
-        )
-    return {"response_length": config.response_length, "max_model_len": total}
-
-
-def check_prompts(problems: PocketProblems | GSM8K, tokenizer: Any, config: Config) -> None:
-    """Raises UsageError for a prompt that is longer than --prompt-length. Looks at the test set and the longest problems."""
-    for problem in [*problems.test(config.eval_problems), *problems.longest(200)]:
-        chat = [{"role": "user", "content": problem.question}]
-        n = len(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
-        if n > config.prompt_length:
-            raise UsageError(f"--prompt-length {config.prompt_length}: a prompt has {n} tokens; give at least that")
+# ---- The trainer, in one process or in several; its weights from GPU to GPU ------------------------------------------
 
 
 def make_trainer(config: Config, source: str, resume_from: Path | None, device: str) -> Any:
@@ -1115,6 +1121,9 @@ class GPUTransfer:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Nothing, as above."""
+
+
+# ---- The run ---------------------------------------------------------------------------------------------------------
 
 
 class Run:
@@ -1843,6 +1852,9 @@ def describe_failure(run: Run, error: Exception) -> str:
     if run.checkpoints.is_dir() and any(run.checkpoints.glob("step_*")):
         line += f"; go on from the newest checkpoint with --out {run.config.out} --name {run.folder.name} --resume"
     return line
+
+
+# ---- The command -----------------------------------------------------------------------------------------------------
 
 
 class Interrupts:

@@ -92,29 +92,37 @@ def compute_grpo_advantages(
 # ---- 2. Micro-batches ------------------------------------------------------------------------------------------------
 
 
-def micro_batches(lengths: Sequence[int] | np.ndarray, max_tokens: int) -> list[np.ndarray]:
-    """Row numbers of each micro-batch: sorted by length, at most `max_tokens` tokens after padding.
+MAX_PADDING = 0.1  # share of a micro-batch's tokens
 
-    Sorting keeps the padding small, whatever the lengths. A sequence longer than `max_tokens` gets one of its own.
+
+def micro_batches(lengths: Sequence[int] | np.ndarray, max_tokens: int) -> list[np.ndarray]:
+    """Row numbers of each micro-batch, (rows,) int64: sorted by length, at most `max_tokens` tokens after padding, of which at
+    most a tenth is padding.
+
+    `lengths` is (n,), in tokens; each of the n rows is in one micro-batch. A row longer than `max_tokens` gets one of its own.
 
     >>> [rows.tolist() for rows in micro_batches([10, 50, 12, 48], max_tokens=100)]
     [[1, 3], [2, 0]]
     """
     order = np.argsort(-np.asarray(lengths), kind="stable")
     batches: list[list[int]] = []
+    padded = tokens = 0  # of the last one, with the next row
     for i in order:
-        # The first row is the longest, so it sets the padded length.
-        if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= max_tokens:
+        if batches:
+            padded, tokens = lengths[batches[-1][0]] * (len(batches[-1]) + 1), tokens + lengths[i]  # the first row is longest
+        if batches and padded <= max_tokens and tokens >= (1 - MAX_PADDING) * padded:
             batches[-1].append(i)
         else:
             batches.append([i])
+            tokens = lengths[i]
     return [np.array(rows) for rows in batches]
 
 
 def spread(lengths: Sequence[int] | np.ndarray, n: int) -> list[np.ndarray]:
-    """Row numbers for each of n workers: longest first, each to whoever has the fewest tokens so far.
+    """Row numbers for each of n workers, (rows,) int64: longest first, each to whoever has the fewest tokens so far.
 
-    By tokens, since all wait for the one that has most. The loads differ by at most the longest row.
+    `lengths` is (N,), in tokens. By tokens, since all wait for the one that has most. The loads differ by at most the
+    longest row.
 
     >>> [rows.tolist() for rows in spread([50, 10, 30, 10], 2)]
     [[0], [2, 1, 3]]
@@ -197,7 +205,8 @@ def policy_loss(
 
 
 def kl_k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """Schulman's k3 estimate of KL(policy || reference), token by token, never negative: exp(d) - d - 1, d = ref - policy."""
+    """Schulman's k3 estimate of KL(policy || reference), token by token, (N,) in nats: exp(d) - d - 1, d = ref - policy, which
+    is never negative."""
     d = (ref_log_probs - log_probs).clamp(-20, 20)
     return d.expm1() - d  # exp(d) - 1 near zero is all rounding, and may come out below d
 
@@ -830,17 +839,18 @@ async def fit_partial(parts: Parts, *, batch_size: int, max_staleness: int) -> N
             parts.timeline.add("rollouts", f"generate v{version}", wave, came_back, version)
             times = step_times(came_back - wave, wait_s, train_s, sync_s, syncing - start + sync_s)
             parts.log(t, metrics | evaluation | times, scored)
-            if t + 1 < parts.steps:
-                # Nothing is in flight: the one moment to save, and to change the weights.
-                parts.checkpoint(t + 1, pool.untrained(parts.concat))
-                await parts.sync()
+            if t + 1 == parts.steps:
+                await parts.resume()
+                return
+            # Nothing is in flight: the one moment to save, and to change the weights.
+            parts.checkpoint(t + 1, pool.untrained(parts.concat))
+            await parts.sync()
             await parts.resume()
-            if t + 1 < parts.steps:
-                sync_s = time.perf_counter() - syncing
-                parts.timeline.add("sync", f"sync {version + 1}", syncing, time.perf_counter(), version + 1)
-                evaluation = await parts.evaluated(t + 1)
-                wave = came_back = time.perf_counter()
-                dispatch()
+            sync_s = time.perf_counter() - syncing
+            parts.timeline.add("sync", f"sync {version + 1}", syncing, time.perf_counter(), version + 1)
+            evaluation = await parts.evaluated(t + 1)
+            wave = came_back = time.perf_counter()
+            dispatch()
     finally:
         for task in in_flight:
             task.cancel()

@@ -70,16 +70,19 @@ def bare(model: torch.nn.Module, batch: RolloutBatch, micro_batch_tokens: int) -
 def peak_mb(args: argparse.Namespace, rows: int) -> float:
     """Most memory of a fresh process that makes one update of so many rows."""
     code = f"""
-import resource, sys
+import re, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from training import *
 torch.set_num_threads(1)
 model = load_policy({args.model!r})
 batch = rollouts({rows}, model.config.vocab_size, {args.response_length})
 trainer = GRPOTrainer(model, learning_rate=0.0, micro_batch_tokens={args.micro_batch_tokens})
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def kb(name):
+    return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1])
+open("/proc/self/clear_refs", "w").write("5")  # the peak counts from here
+before = kb("VmRSS")
 trainer.update(batch)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+print((kb("VmHWM") - before) / 1024)
 """
     return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()[-1])
 
