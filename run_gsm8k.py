@@ -7,14 +7,14 @@
 
 Without a GPU it runs the *pocket* preset: a Llama of 0.9 million parameters that has two habits. Mostly it answers a word
 problem at once, and is mostly wrong; sometimes it works the problem out, and is mostly right. Nothing tells it which is
-better but the reward, and within a few dozen steps it thinks before it answers. The policy comes with the repository in
+better but the reward, and within 20 steps it thinks before it answers. The policy comes with the repository in
 `pocket/`; `python run_gsm8k.py --build-pocket` makes it again from nothing.
 
-A run writes runs/<name>/: metrics.jsonl (a line per step), samples.jsonl, curve.png, timeline.json (open it in Perfetto),
-timeline.png, checkpoints/, config.json.
+A run writes runs/<name>/: metrics.jsonl (a line per step), summary.json, samples.jsonl, curve.png, timeline.json (open it in
+Perfetto), timeline.png, checkpoints/, config.json.
 
 Left out, and where verl does it (commit b178a3c): configuration files (verl/trainer/config/), other data sets
-(examples/data_preprocess/), experiment trackers (verl/utils/tracking.py).
+(examples/data_preprocess/).
 
 Needs: requirements.txt.   Run: python run_gsm8k.py --help
 """
@@ -78,7 +78,9 @@ def knob(default: Any, group: str, help: str, alone: Any = None) -> Any:
 class Config:
     """Each knob once: name, type, default, meaning, unit. The command line is made from it."""
 
-    preset: L["auto", "pocket", "qwen"] = knob("auto", "what", "defaults; auto: pocket without a GPU, qwen with one")
+    preset: L["auto", "pocket", "gsm8k", "qwen"] = knob(
+        "auto", "what", "defaults; auto: qwen with a GPU, else gsm8k for a --model or --data of your own, else pocket"
+    )
     model: str = knob("", "what", "Hugging Face folder or hub name of the policy to start from")
     data: str = knob("", "what", 'folder with GSM8K\'s train.jsonl and test.jsonl, "gsm8k" (downloads them), or "pocket"')
     mode: L["one-step-off", "sync", "partial"] = knob("one-step-off", "what", "which of the loops in trainer.py")
@@ -146,6 +148,14 @@ class Config:
 
 PRESETS: dict[str, dict[str, Any]] = {
     "pocket": {"model": str(POCKET), "data": "pocket", "prompt_length": 128},
+    "gsm8k": {  # a small model of one's own on the real problems, on a CPU; "qwen" has the same for a GPU
+        "data": "gsm8k",
+        "learning_rate": 1e-5,
+        "response_length": 256,
+        "batch_size": 8,
+        "group_size": 4,
+        "micro_batch_tokens": 2048,
+    },
     "qwen": {
         "model": "Qwen/Qwen2.5-0.5B-Instruct",
         "data": "gsm8k",
@@ -198,9 +208,10 @@ def parse_config(argv: Sequence[str]) -> tuple[Config, str]:
     preset = given.get("preset") or saved.get("preset") or "auto"
     why = "chosen by --preset"
     if preset == "auto":
-        gpu = count_gpus() > 0
-        preset = "qwen" if gpu else "pocket"
-        why = f"{'a' if gpu else 'no'} GPU was found; choose another with --preset, or your own --model and --data"
+        gpu, own = count_gpus() > 0, given.get("model", str(POCKET)) != str(POCKET) or given.get("data", "pocket") != "pocket"
+        preset = "qwen" if gpu else "gsm8k" if own else "pocket"
+        why = f"{'a' if gpu else 'no'} GPU was found; choose another with --preset"
+        why += "" if own else ", or your own --model and --data"
     config = Config(**{**PRESETS[preset], **saved, **given, "preset": preset})
     check_config(config)
     return config, f"preset {preset}: {why}"
@@ -224,6 +235,10 @@ def check_config(config: Config) -> None:
         "eval_every": 0, "save_every": 0, "keep": 1, "kl_coef": 0, "seed": 0,
         "max_staleness": 0, "compare": 0,
     }  # fmt: skip
+    if not config.model:
+        raise UsageError(
+            f"--preset {config.preset} has no model of its own: give a Hugging Face folder or a hub name with --model"
+        )
     for name, least in at_least.items():
         value = getattr(config, name)
         if value < least:
@@ -1492,7 +1507,7 @@ class Run:
         if before is None and config.eval_problems:
             before = await self.held_out()
             before_file.write_text(json.dumps(before))
-            say(f"before     {before['accuracy']:.3f} of {len(self.test_prompts)} held-out problems answered rightly")
+            say(f"before     {before['accuracy']:.3f} of {len(self.test_prompts)} held-out problems answered correctly")
         self.bar = Progress(config.steps, self.first_step)
         self.tracker = Tracker(config.report_to, self.folder, config)
         first_step_at = time.perf_counter() - self.started
@@ -1689,16 +1704,19 @@ def draw_timelines(timelines: Mapping[str, Timeline], path: Path, seconds: float
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    lengths = [max(span[3] for span in line.spans) - min(span[2] for span in line.spans) for line in timelines.values()]
-    seconds = min(seconds, max(lengths))  # a short run fills the picture
+    def training(line: Timeline) -> tuple[float, float]:
+        spans = [span for span in line.spans if span[0] == "trainer" and span[1] != "save"] or line.spans
+        return min(span[2] for span in spans), max(span[3] for span in spans)
+
+    # A short run fills the picture.
+    seconds = min(seconds, max(end - start for start, end in map(training, timelines.values())))
     lanes = {title: sorted({span[0] for span in line.spans} - {"sync"}) for title, line in timelines.items()}
     heights = [len(names) + 0.8 for names in lanes.values()]
     figure, axes = plt.subplots(
         len(timelines), figsize=(10, 0.6 + 0.65 * sum(heights)), height_ratios=heights, layout="constrained", squeeze=False
     )
     for axis, (title, line) in zip(axes[:, 0], timelines.items(), strict=True):
-        end = max(span[3] for span in line.spans)
-        start = max(min(span[2] for span in line.spans), end / 2 - seconds / 2)
+        start = sum(training(line)) / 2 - seconds / 2
         rows = {lane: len(lanes[title]) - 1 - i for i, lane in enumerate(lanes[title])}
         for lane, name, a, b, version in line.spans:
             a, b = max(a, start) - start, min(b, start + seconds) - start
@@ -1721,7 +1739,7 @@ def draw_timelines(timelines: Mapping[str, Timeline], path: Path, seconds: float
         axis.set_title(title, loc="left", fontsize=9)
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1, 0].set_xlabel(
-        "seconds, from the middle of the run   (colour: version of the policy at work; dark band: sync; ×: cancel)"
+        "seconds, in the middle of training   (colour: version of the policy at work; dark band: sync; ×: cancel)"
     )
     figure.savefig(path, dpi=130)
     plt.close(figure)

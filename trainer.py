@@ -783,11 +783,11 @@ class GroupPool:
 
 
 async def fit_partial(parts: Parts, *, batch_size: int, max_staleness: int) -> None:
-    """Fully asynchronous: rollouts never wait for training, and training only for the first complete groups.
+    """Fully asynchronous: rollouts run ahead by `max_staleness` batches, and training waits only for the first complete groups.
 
         rollouts | gen v0 .............x gen v1 ................x gen v2 ......
         trainer  | (waits) | train v0 | | (waits) | train v1 | |
-                                      ^ sync: all in flight is cut, weights change, all of it resumes
+                                      ^ sync: what is in flight is cut, weights change, it resumes
 
     With max_staleness=0 nothing may run ahead, and it trains what `fit_sync` trains, to the bit.
     """
