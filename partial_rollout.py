@@ -504,6 +504,9 @@ class VLLMServer:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        if engine_args.get("tensor_parallel_size", 1) > 1:
+            # In a placement group vLLM would choose Ray for the engine's own processes, and want a bundle for each of them.
+            engine_args.setdefault("distributed_executor_backend", "mp")
         self.engine = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=model,

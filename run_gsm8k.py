@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
@@ -123,7 +124,7 @@ class Config:
         False, "machines", "sync mode on one GPU: the server sleeps, without its weights, while training goes on"
     )
     gpu_memory_utilization: float = knob(
-        0.0, "machines", "share of a GPU that an engine takes; 0: 0.9, or 0.5 beside a trainer"
+        0.0, "machines", "share of a GPU that an engine takes; 0: 0.9; beside a trainer 0.5, or 0.7 by turns"
     )
     trainer_workers: int = knob(1, "machines", "processes that train together, by PyTorch's FSDP2; 1: no process group")
     ray_address: str = knob(
@@ -263,6 +264,8 @@ def check_config(config: Config) -> None:
         raise UsageError(
             f"--colocate with --mode {config.mode}: rollouts go on while it trains; use --mode sync, or leave it out"
         )
+    if config.colocate and config.ray_address:
+        raise UsageError("--colocate shares the GPU of this machine, and --ray-address lends others: leave one of them out")
     if config.temperature > 2:
         raise UsageError(f"--temperature {config.temperature}: vLLM takes at most 2")
 
@@ -847,7 +850,8 @@ def plan_devices(config: Config, gpus: int) -> Plan:
     if gpus == 0:
         args = {"kv_cache_memory_bytes": config.kv_cache_mb << 20, "enforce_eager": True}
         return Plan("cpu", False, {"CPU": 1}, {"CPU": 1}, args)
-    servers, each, trainers = config.rollout_servers, config.tensor_parallel_size, config.trainer_workers
+    servers, each = config.rollout_servers, config.tensor_parallel_size
+    trainers = 0 if config.eval_only else config.trainer_workers
     needed = trainers + servers * each
     shared = not config.ray_address and (config.colocate or gpus < needed)
     if shared and (servers, each, trainers) != (1, 1, 1):
@@ -856,7 +860,7 @@ def plan_devices(config: Config, gpus: int) -> Plan:
             f"GPUs, and {gpus} are here: lower one of them (a single server may share the GPU of a single trainer)"
         )
     args = {
-        "gpu_memory_utilization": config.gpu_memory_utilization or (0.5 if shared and not config.colocate else 0.9),
+        "gpu_memory_utilization": config.gpu_memory_utilization or (0.7 if config.colocate else 0.5 if shared else 0.9),
         "enable_sleep_mode": config.colocate,
         "weight_transfer_config": {"backend": "ipc" if shared else "nccl"},
     }
@@ -980,10 +984,10 @@ def join_process_group(meeting_point: str, rank: int, world_size: int, device: s
     """Joins torch.distributed's default group; returns when all are there."""
     import torch
 
-    if meeting_point.startswith("127."):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a Ray of our own: nothing listens on other interfaces
+    if meeting_point.startswith("file:"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all on this machine: nothing listens on other interfaces
     backend = "nccl" if device.startswith("cuda") else "gloo"
-    torch.distributed.init_process_group(backend, init_method=f"tcp://{meeting_point}", rank=rank, world_size=world_size)
+    torch.distributed.init_process_group(backend, init_method=meeting_point, rank=rank, world_size=world_size)
 
 
 class TrainerWorker:
@@ -1008,6 +1012,10 @@ class TrainerWorker:
         join_process_group(meeting_point, rank, world_size, device)
         self.trainer = make()
 
+    def ready(self) -> bool:
+        """Answers once the constructor is through."""
+        return True
+
     def call(self, method: str, *args: Any) -> None:
         """Calls a method of the trainer. Its result is that of the first process."""
         import torch
@@ -1029,6 +1037,7 @@ class ShardedTrainer:
 
     def __init__(self, trainer: Any, workers: Sequence[Any]) -> None:
         self.trainer, self.workers = trainer, list(workers)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.trainer, name)
@@ -1056,18 +1065,15 @@ class ShardedTrainer:
 
         refs = [ray.put(arg) for arg in args]  # once, however many take it
         calls = [worker.call.remote(method, *refs) for worker in self.workers]
-        try:
-            result = getattr(self.trainer, method)(*args)
-        except FloatingPointError:
-            raise
-        except Exception as error:  # most likely another process is gone, and knows why
-            for rank, call in enumerate(calls, start=1):
-                with contextlib.suppress(ray.exceptions.GetTimeoutError):
-                    _answer_of(rank, call, timeout=5)
-            raise error
+        mine = self._thread.submit(getattr(self.trainer, method), *args)
+        # Where one fails, the others may wait for it, this process's own too: so a failure is what is waited for.
+        concurrent.futures.wait([mine, *(call.future() for call in calls)], return_when="FIRST_EXCEPTION")
+        if mine.done() and isinstance(mine.exception(), FloatingPointError):
+            raise mine.exception()
         for rank, call in enumerate(calls, start=1):
-            _answer_of(rank, call)
-        return result
+            with contextlib.suppress(ray.exceptions.GetTimeoutError):  # where this process failed, another may know why
+                _answer_of(rank, call, timeout=5)
+        return mine.result()
 
 
 def _answer_of(rank: int, call: Any, timeout: float | None = None) -> None:
@@ -1078,7 +1084,9 @@ def _answer_of(rank: int, call: Any, timeout: float | None = None) -> None:
     except ray.exceptions.RayTaskError as error:
         raise RuntimeError(f"trainer worker {rank} failed: {error.cause}") from error
     except ray.exceptions.RayActorError as error:
-        raise RuntimeError(f"trainer worker {rank} died: {str(error).splitlines()[0]}") from error
+        why = [line.strip() for line in str(error).splitlines() if line.strip()]
+        cause = f" {why[-1]}" if "creation" in why[0] else ""
+        raise RuntimeError(f"trainer worker {rank} died: {why[0]}{cause}") from error
 
 
 class GPUTransfer:
@@ -1132,7 +1140,15 @@ class GPUTransfer:
         """Every server takes what is being sent."""
         import ray
 
-        ray.get([server.update_weights.remote(update_info, self.version) for server in self.servers])
+        try:
+            # Not again where a server died: one that was started again is in no group.
+            calls = [server.update_weights.options(max_task_retries=0) for server in self.servers]
+            ray.get([call.remote(update_info, self.version) for call in calls])
+        except BaseException:
+            group = getattr(self.engine, "model_update_group", None)
+            if group is not None:
+                group.destroy()  # the sender is in a broadcast that no one takes
+            raise
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Nothing, as above."""
@@ -1172,10 +1188,11 @@ class Run:
         if config.resume:
             from trainer import newest_checkpoint
 
-            self.resume_from = newest_checkpoint(self.checkpoints, say)
+            self.resume_from = newest_checkpoint(self.checkpoints.resolve(), say)  # workers have other working directories
         self.first_step = json.loads((self.resume_from / "state.json").read_text())["step"] if self.resume_from else 0
-        source = self.resume_from or Path(config.model)
-        self.source = str(source.resolve()) if source.is_dir() else config.model  # workers have other working directories
+        if Path(config.model).is_dir():
+            config.model = str(Path(config.model).resolve())
+        self.source = str(self.resume_from or config.model)
         self.lengths = model_lengths(self.source, config)
 
     def _look_at_model(self) -> None:
@@ -1206,7 +1223,11 @@ class Run:
         looking = ThreadPoolExecutor(1).submit(self._look_at_model)
         adopt_orphans()
         self.temporary = tempfile.mkdtemp(prefix="ray-")
-        start_ray(self.config, self.temporary, hide_gpus=int(self.plan.device != "cpu" and not self.plan.shared))
+        start_ray(
+            self.config,
+            self.temporary,
+            hide_gpus=int(self.plan.device != "cpu" and not self.plan.shared and not self.config.eval_only),
+        )
         import ray
 
         from one_step_off import AgentLoopWorker, OneStepOffAgentLoopManager
@@ -1215,7 +1236,8 @@ class Run:
         config, source, plan = self.config, self.source, self.plan
         on_cpu = plan.device == "cpu"
         trainer_cores, rollout_cores = split_cores() if on_cpu and not config.ray_address else (None, None)
-        places = reserve([plan.trainer] * (config.trainer_workers - 1) + [plan.server] * config.rollout_servers)
+        more_trainers = 0 if config.eval_only else config.trainer_workers - 1
+        places = reserve([plan.trainer] * more_trainers + [plan.server] * config.rollout_servers)
         # An actor that dies is started again by Ray, which then sends its requests again, with the tokens they came with.
         options = {"max_concurrency": 4096, "max_restarts": MAX_RESTARTS}
         server_actor = ray.remote(max_task_retries=-1, **options)(VLLMServer)
@@ -1246,8 +1268,9 @@ class Run:
         from trainer import Timeline
 
         if trainer_cores:
-            os.sched_setaffinity(0, trainer_cores)
-            torch.set_num_threads(len(trainer_cores))
+            mine = trainer_cores[:: config.trainer_workers]
+            os.sched_setaffinity(0, mine)
+            torch.set_num_threads(len(mine))
         self.timeline, self.trainer = Timeline(), None
         if not config.eval_only:
             self._make_trainer(plan.device, trainer_cores, places)
@@ -1280,14 +1303,21 @@ class Run:
         else:
             import ray
 
-            meeting_point = f"{ray.util.get_node_ip_address()}:{free_port()}"
+            here = f"tcp://{ray.util.get_node_ip_address()}:{free_port()}"  # reachable from other machines
+            meeting_point = here if self.config.ray_address else f"file://{self.temporary}/trainers"
             actor = ray.remote(TrainerWorker)
             workers = []
             for rank, place in enumerate(places, start=1):
-                mine = cores and [cores[rank % len(cores)]]
+                mine = cores and (cores[rank::world_size] or [cores[rank % len(cores)]])
                 workers.append(actor.options(**place).remote(make, meeting_point, rank, world_size, device, mine))
             self.actors += workers
-            join_process_group(meeting_point, 0, world_size, device)
+            ready = [worker.ready.remote() for worker in workers]
+            joining = ThreadPoolExecutor(1).submit(join_process_group, meeting_point, 0, world_size, device)
+            while not joining.done():  # one that fails on the way would be waited for in vain
+                for rank, call in enumerate(ready, start=1):
+                    with contextlib.suppress(ray.exceptions.GetTimeoutError):
+                        _answer_of(rank, call, timeout=0.1)
+            joining.result()
             self.trainer = ShardedTrainer(make(), workers)
         self.first_rollouts = None
         if self.resume_from:
@@ -1299,6 +1329,8 @@ class Run:
     def generate(self, t: int) -> Awaitable[Any]:
         """Starts batch t on the workers, at once."""
         config = self.config
+        if config.colocate and t == self.first_step and self.first_rollouts is not None:
+            return asyncio.ensure_future(self._then_sleep(asyncio.sleep(0, self.first_rollouts)))
         problems = self.problems.train(config.seed, t * config.batch_size, config.batch_size)
         prompts = make_prompts(problems, f"step{t}", config.group_size, config.seed, temperature=config.temperature)
         prompts.meta_info["param_version"] = version = self.trainer.param_version
@@ -1349,11 +1381,14 @@ class Run:
 
         async with self.syncing:
             if self.config.colocate:
+                import torch
+
+                torch.cuda.empty_cache()  # nothing, without a GPU
                 await self.manager.wake_up()
             self.weights_version = self.trainer.param_version
             self.weights = ray.put(np.frombuffer(self.trainer.weights(), np.uint8))
             if self.transfer is not None:  # what was put is then for a server that has to be started again
-                await asyncio.to_thread(self.transfer.send, self.weights_version)
+                await asyncio.wait_for(asyncio.to_thread(self.transfer.send, self.weights_version), self.config.timeout_s)
             else:
                 await asyncio.gather(*[s.update_weights.remote(self.weights, self.weights_version) for s in self.servers])
 
@@ -1483,7 +1518,7 @@ class Run:
             cancel=self.manager.cancel,
             resume=self.manager.resume,
             first_step=self.first_step,
-            first_rollouts=self.first_rollouts,
+            first_rollouts=None if config.colocate else self.first_rollouts,  # then `generate` gives them, and sleeps
             checkpoint=self.checkpoint,
             evaluate=self.evaluate,
             log=self.log,
@@ -1799,7 +1834,9 @@ def compare(config: Config, heard: Callable[[], None]) -> None:
         except KeyboardInterrupt:
             heard()
             process.send_signal(signal.SIGINT)
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=60)
+            process.kill()
             raise
         if status:
             raise SystemExit(status)
@@ -1876,7 +1913,7 @@ def describe_failure(run: Run, error: Exception) -> str:
 
 
 class Interrupts:
-    """Within `with Interrupts() as interrupts`, SIGINT and SIGTERM raise KeyboardInterrupt, again and again until one is heard.
+    """Within `with Interrupts() as interrupts`, SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt until one is heard.
 
     Once is not enough: what is raised in a destructor, or in a callback of a C library, is printed and forgotten, and Ray puts
     a SIGTERM handler of its own in place while it starts.
@@ -1884,7 +1921,8 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         # A shell that starts us in the background has SIGINT ignored.
-        handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: lambda *_: signal.raise_signal(signal.SIGINT)}
+        handlers = {number: lambda *_: signal.raise_signal(signal.SIGINT) for number in (signal.SIGTERM, signal.SIGHUP)}
+        handlers[signal.SIGINT] = signal.default_int_handler
         self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         self._heard = threading.Event()
         told, self._tells = os.pipe()
@@ -1969,7 +2007,8 @@ if __name__ == "__main__":
     import run_gsm8k
 
     status = run_gsm8k.main()
-    if status == 130:
+    if status:
         sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(status)  # else the exit would wait for the thread that trains to end its update
     sys.exit(status)

@@ -239,13 +239,16 @@ def test_each_response_has_a_seed_of_its_own_that_depends_on_nothing_else() -> N
         (["--trainer-workers", "0"], "--trainer-workers 0: give at least 1"),
         (["--format-score", "1"], "--format-score 1.0: give at least 0, and less than the 1 of a right answer"),
         (["--colocate"], "--colocate with --mode one-step-off: rollouts go on while it trains; use --mode sync"),
+        (
+            ["--colocate", "--mode", "sync", "--ray-address", "a:1"],
+            "--colocate shares the GPU of this machine, and --ray-address",
+        ),
         (["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization 1.5: give a share between 0 and 1"),
         (["--ray-address", "127.0.0.1:1"], "--ray-address 127.0.0.1:1: nothing answers there ("),
         (["--ray-address", "nowhere.invalid:6379"], "--ray-address nowhere.invalid:6379: nothing answers there ("),
         (["--ray-address", "ray://a:1"], "--ray-address ray://a:1: give HOST:PORT, as ray start --head prints it, or auto"),
         (["--ray-address", "a:b"], "--ray-address a:b: give HOST:PORT, as ray start --head prints it, or auto"),
         (["--ray-address", "127.0.0.1:99999"], "--ray-address 127.0.0.1:99999: nothing answers there ("),
-        (["--ray-address", "auto"], "--ray-address auto cannot be joined ("),
     ],
 )
 def test_bad_input_ends_in_one_line_that_names_the_value(
@@ -307,6 +310,12 @@ def test_the_preset_says_why_it_was_chosen() -> None:
     config, why = parse_config([])
     if not run_gsm8k.count_gpus():
         assert config.preset == "pocket" and "no GPU was found; choose another with --preset" in why
+        config, why = parse_config(["--model", str(ROOT), "--data", str(ROOT)])
+        assert config.preset == "gsm8k" and config.learning_rate == 1e-5 and "no GPU was found" in why
+        with pytest.raises(
+            UsageError, match="--preset gsm8k has no model of its own: give a Hugging Face folder or a hub name"
+        ):
+            parse_config(["--data", "gsm8k"])
     assert parse_config(["--preset", "qwen"])[0].dtype == "bfloat16"
     assert parse_config(["--preset", "qwen", "--dtype", "float32"])[0].dtype == "float32", "a flag goes before a preset"
 
@@ -325,12 +334,14 @@ def test_every_part_gets_a_device() -> None:
     assert one.shared and one.server == {"CPU": 1} and one.engine_args["weight_transfer_config"] == {"backend": "ipc"}
     assert one.engine_args["gpu_memory_utilization"] == 0.5 and not one.engine_args["enable_sleep_mode"]
     asleep = plan(8, "--colocate", "--mode", "sync")
-    assert asleep.shared and asleep.engine_args["gpu_memory_utilization"] == 0.9 and asleep.engine_args["enable_sleep_mode"]
+    assert asleep.shared and asleep.engine_args["gpu_memory_utilization"] == 0.7 and asleep.engine_args["enable_sleep_mode"]
     many = plan(8, "--rollout-servers", "3", "--tensor-parallel-size", "2", "--trainer-workers", "2")
     assert not many.shared and many.server == {"CPU": 1, "GPU": 2} and many.trainer == {"CPU": 1, "GPU": 1}
     assert many.engine_args["weight_transfer_config"] == {"backend": "nccl"}
     with pytest.raises(UsageError, match="take 8 GPUs, and 7 are here: lower one of them"):
         plan(7, "--rollout-servers", "3", "--tensor-parallel-size", "2", "--trainer-workers", "2")
+    only = plan(2, "--eval-only", "--tensor-parallel-size", "2")  # no trainer takes one
+    assert not only.shared and only.server == {"CPU": 1, "GPU": 2} and only.engine_args["gpu_memory_utilization"] == 0.9
     assert plan(2, "--gpu-memory-utilization", "0.7").engine_args["gpu_memory_utilization"] == 0.7
 
 
@@ -348,7 +359,9 @@ def test_weights_go_from_gpu_to_gpu_by_vllms_own_transfer(shared: bool, monkeypa
             self.i = i
 
         def __getattr__(self, method: str) -> Any:
-            return SimpleNamespace(remote=lambda *args: calls.append((method, self.i, args)))
+            call = SimpleNamespace(remote=lambda *args: calls.append((method, self.i, args)))
+            call.options = lambda **_: call
+            return call
 
     class Sender:  # vLLM's own, without the GPU
         def __init__(self, info: Any, client: Any, source: Any) -> None:
