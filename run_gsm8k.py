@@ -1709,7 +1709,7 @@ def draw_curve(rows: Sequence[dict[str, float]], path: Path) -> None:
         length.set_ylabel("mean response length, tokens", color=OKABE_ITO[1])
         length.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
-        axis.legend(loc="lower right", frameon=False)
+        axis.legend(loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.1, frameon=False)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -1894,7 +1894,9 @@ def summarize(run: Run, result: dict[str, Any]) -> None:
 
 def describe_failure(run: Run, error: Exception) -> str:
     """One line: what went wrong, where its traceback is, and how to go on. Writes the traceback, if the disk takes it."""
-    line = f"error: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}"
+    said = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    # Of an actor that died in its constructor Ray says so first, and why at the end of a traceback.
+    line = f"error: {said[0]}{f' {said[-1]}' if 'error raised in its creation task' in said[0] else ''}"
     try:
         file = run.folder / "error.txt"
         file.write_text("".join(traceback.format_exception(error)))

@@ -33,8 +33,9 @@ HEAD = """
 import asyncio, os, signal, sys, one_step_off, psutil, run_gsm8k, trainer
 
 def kill_server():
-    servers = [p for p in psutil.Process().children(recursive=True) if "ray::VLLMServer" in "".join(p.cmdline())]
-    os.kill(servers[0].pid, signal.SIGKILL)
+    living = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    (server,) = [p for p in living if "ray::" in "".join(p.cmdline()) and "VLLMServer" in "".join(p.cmdline())]
+    os.kill(server.pid, signal.SIGKILL)
 """
 TAIL = """
 sys.exit(run_gsm8k.main())
