@@ -28,6 +28,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import getpass
 import hashlib
 import importlib.util
 import json
@@ -1168,6 +1169,7 @@ class Run:
         self.seconds_before = 0.0  # of the launches that this one resumes
         self.actors: list[Any] = []
         self.temporary = ""
+        self.tmpdir: str | None = None  # what the environment said before
         self.syncing = asyncio.Lock()  # held while weights go out
         self.transfer: GPUTransfer | None = None
         check_ray_address(config.ray_address)
@@ -1223,6 +1225,10 @@ class Run:
         looking = ThreadPoolExecutor(1).submit(self._look_at_model)
         adopt_orphans()
         self.temporary = tempfile.mkdtemp(prefix="ray-")
+        # What vLLM leaves behind when it is killed, sockets most of all, goes with this folder; what torch compiles is to stay,
+        # where torch keeps it.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+        self.tmpdir, os.environ["TMPDIR"] = os.environ.get("TMPDIR"), self.temporary
         start_ray(
             self.config,
             self.temporary,
@@ -1604,6 +1610,9 @@ class Run:
             ray.shutdown()
         if self.temporary:
             kill_descendants()
+            os.environ.pop("TMPDIR", None)
+            if self.tmpdir is not None:
+                os.environ["TMPDIR"] = self.tmpdir
             shutil.rmtree(self.temporary, ignore_errors=True)
 
 

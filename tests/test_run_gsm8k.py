@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import getpass
 import hashlib
 import http.server
 import inspect
@@ -500,8 +501,21 @@ def test_a_run_whose_engine_and_worker_are_killed_loses_nothing(tmp_path: Path, 
     assert curves[0] == curves[1]
 
 
-def test_ctrl_c_ends_the_run_and_leaves_no_process(tmp_path: Path) -> None:
-    """Interrupted while it trains: status 130, one line, and every process of the run is gone."""
+def apart(mark: Path, temporary: Path) -> dict[str, str]:
+    """An environment by which a run's processes and temporary files can be told from others. torch's cache may stay."""
+    cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+    return {**os.environ, "RUN_MARK": str(mark), "TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": cache}
+
+
+@pytest.fixture
+def short_tmp() -> Iterator[Path]:
+    """A folder for temporary files of a run, with a name that is short enough for Ray's sockets."""
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:
+        yield Path(folder)
+
+
+def test_ctrl_c_ends_the_run_and_leaves_nothing(tmp_path: Path, short_tmp: Path) -> None:
+    """Interrupted while it trains: status 130, one line, and every process and temporary file of the run is gone."""
     run = command(
         "--out",
         str(tmp_path),
@@ -511,7 +525,7 @@ def test_ctrl_c_ends_the_run_and_leaves_no_process(tmp_path: Path) -> None:
         "1000",
         "--mode",
         "sync",
-        env={**os.environ, "RUN_MARK": str(tmp_path)},
+        env=apart(tmp_path, short_tmp),
     )
     metrics = tmp_path / "cut" / "metrics.jsonl"
     end = time.monotonic() + 240
@@ -522,22 +536,21 @@ def test_ctrl_c_ends_the_run_and_leaves_no_process(tmp_path: Path) -> None:
     _, err = run.communicate(timeout=60)
     assert run.returncode == 130 and err.strip().splitlines()[-1] == "interrupted", err
     end = time.monotonic() + 30
-    while left := processes_marked(str(tmp_path)):
+    while left := [*processes_marked(str(tmp_path)), *short_tmp.iterdir()]:
         assert time.monotonic() < end, left
         time.sleep(0.1)
 
 
 @pytest.mark.parametrize("seconds", [3.5, 5.0])
-def test_sigterm_while_ray_starts_leaves_nothing_behind(seconds: float, tmp_path: Path) -> None:
+def test_sigterm_while_ray_starts_leaves_nothing_behind(seconds: float, tmp_path: Path, short_tmp: Path) -> None:
     """Ray has its own handler then, and forgets processes that have just been started."""
-    before = set(Path(tempfile.gettempdir()).glob("ray-*"))
-    run = command("--out", str(tmp_path), "--name", "cut", env={**os.environ, "RUN_MARK": str(tmp_path)})
+    run = command("--out", str(tmp_path), "--name", "cut", env=apart(tmp_path, short_tmp))
     time.sleep(seconds)
     run.terminate()
     _, err = run.communicate(timeout=60)
     assert run.returncode == 130 and err.strip().splitlines()[-1] == "interrupted", err
     end = time.monotonic() + 30
-    while left := [*processes_marked(str(tmp_path)), *(set(Path(tempfile.gettempdir()).glob("ray-*")) - before)]:
+    while left := [*processes_marked(str(tmp_path)), *short_tmp.iterdir()]:
         assert time.monotonic() < end, left
         time.sleep(0.1)
 

@@ -821,6 +821,7 @@ def measure(case: tuple[str, RolloutBatch, dict[str, Any], bool], sharded: bool)
 def rank_of_a_group(rank: int, world_size: int, folder: str) -> None:
     """What each of the processes does; the first one keeps what it finds, in files."""
     torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
     found = {case[0]: measure(case, sharded=True) for case in sharded_cases()}
     trainer = GRPOTrainer(shard(tiny_llama()), learning_rate=0.1)

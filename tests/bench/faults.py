@@ -11,6 +11,7 @@ curve. No process, no folder of Ray's and no file in /dev/shm may be left. "disk
 from __future__ import annotations
 
 import argparse
+import getpass
 import json
 import os
 import random
@@ -83,6 +84,8 @@ class Run:
         command = [sys.executable, *program, *SMALL, "--out", str(folder), "--name", name, *argv]
         self.temporary = Path(tempfile.mkdtemp(prefix="f-"))  # of its own, and with a short name: Ray's sockets are in it
         environment = os.environ | {"RUN_MARK": self.mark, "PYTHONPATH": str(ROOT), "TMPDIR": str(self.temporary)}
+        # torch's cache of compiled code is meant to stay.
+        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
         )
