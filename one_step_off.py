@@ -462,7 +462,7 @@ class OneStepOffAgentLoopManager(AgentLoopManager):
 
     async def sleep(self, level: int = 1) -> None:
         """Every replica gives its memory to the trainer, all at once; with level 2 that of the weights too, for good."""
-        await self._on_every_replica("sleep", level)
+        await self._on_every_replica("sleep", *([level] if level != 1 else []))
 
     async def clear_kv_cache(self) -> None:
         """Every replica forgets its cached prefixes, all at once. Raises what a replica that refuses raises."""
