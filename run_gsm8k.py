@@ -1946,8 +1946,10 @@ class Interrupts:
         with open(told, "rb", buffering=0) as numbers:
             while (number := numbers.read(1)) and number[0] not in self._before:
                 pass
-        while number and not self._heard.wait(period_s):
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            # With the same signal: where the first one still waits for a call of a C library to end, the two are one. Another
+            # would be left over, and be raised while the first is being handled.
+            while number and not self._heard.wait(period_s):
+                signal.pthread_kill(threading.main_thread().ident, number[0])
 
     def heard(self) -> None:
         """Whatever comes from now on is ignored: the end is near."""
