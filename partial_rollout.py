@@ -507,9 +507,8 @@ class VLLMServer:
         if engine_args.get("tensor_parallel_size", 1) > 1:
             # In a placement group vLLM would choose Ray for the engine's own processes, and want a bundle for each of them.
             engine_args.setdefault("distributed_executor_backend", "mp")
-            os.environ.setdefault(
-                "VLLM_CPU_OMP_THREADS_BIND", "nobind"
-            )  # on a CPU it wants a NUMA node each; `ready` pins them
+            # And a NUMA node for each on a CPU; `ready` pins them.
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         self.engine = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=model,
