@@ -32,6 +32,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import heapq
 import logging
 import math
 import os
@@ -523,6 +524,7 @@ class VLLMServer:
         )
         self.param_version = 0
         self._own_seeds = random.Random(seed + rank)
+        self._logprobs = LogprobTable.create(self.engine.model_config.max_model_len)
         self._closed_by: set[str] = set()  # why no request is taken: "cancel", "sleep", "update"
         self._door = asyncio.Lock()  # held while a request goes in, and while the door moves: none is ever half-way
         self._batches: dict[Any, list[tuple[int, Callable, asyncio.Future]]] = {}  # tickets that wait
@@ -558,6 +560,7 @@ class VLLMServer:
     async def _install_sampler(self) -> None:
         if not self._sampler_installed:
             await self.engine.collective_rpc("install_sampler")
+            await self.engine.collective_rpc("carry_logprobs", args=(self._logprobs.path, self._logprobs.width))
             self._sampler_installed = True
 
     # -- requests
@@ -591,16 +594,35 @@ class VLLMServer:
         leaves nothing behind. `ticket` (batch, index, size) makes it wait for the other requests of its batch, which
         then go in together, by index: see `_take_batch`.
         """
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         params = dict(sampling_params)
         seed = params.pop("seed", None)
         # Seam: never vLLM's own `seed`. It starts a generator for the request, so a resumed one would draw the noise of its
         # first tokens again; on a CPU it also kills the engine when a prefill is chunked.
-        params["extra_args"] = {"noise_seed": self._own_seeds.getrandbits(63) if seed is None else int(seed)}
-        params |= {"logprobs": 0, "flat_logprobs": True, "detokenize": bool(params.get("stop"))}
-        vllm_params = SamplingParams(**params, output_kind=RequestOutputKind.FINAL_ONLY)
+        noise_seed = self._own_seeds.getrandbits(63) if seed is None else int(seed)
+        params |= {"logprobs": 0, "prompt_logprobs": None, "flat_logprobs": True, "detokenize": bool(params.get("stop"))}
+        row = self._logprobs.take_row()
+        try:
+            params["extra_args"] = {"noise_seed": noise_seed, "row": row}
+            vllm_params = SamplingParams(**params, output_kind=RequestOutputKind.FINAL_ONLY)
+            output = await self._run_request(request_id, prompt_ids, vllm_params, param_version, ticket)
+            if output is None:
+                return [], [], True
+            (completion,) = output.outputs
+            # Seam: copied, since the engine's own lists are its to change.
+            token_ids, logprobs = list(completion.token_ids), list(completion.logprobs.logprobs)
+            logprobs = logprobs or self._logprobs.read(row, len(prompt_ids), len(token_ids))
+        finally:
+            self._logprobs.give_row(row)
+        if len(token_ids) != len(logprobs):
+            raise RuntimeError(f"request {request_id}: {len(token_ids)} tokens with {len(logprobs)} logprobs")
+        return token_ids, logprobs, completion.finish_reason == "abort"
+
+    async def _run_request(
+        self, request_id: str, prompt_ids: list[int], vllm_params: Any, param_version: int | None, ticket: Any
+    ) -> Any:
+        """vLLM's RequestOutput at its end; None for a request that was not taken."""
 
         async def put_in() -> Any:
             if self._closed_by or param_version not in (None, self.param_version):
@@ -619,21 +641,15 @@ class VLLMServer:
         else:
             outputs = await self._take_batch(ticket, put_in)
         if outputs is None:
-            return [], [], True
+            return None
         self._begin()
         try:
-            output = outputs.get_nowait() or await outputs.get()
+            return outputs.get_nowait() or await outputs.get()
         except asyncio.CancelledError:  # our caller is gone: so the engine need not go on
             await self.engine.abort(outputs.request_id, internal=True)
             raise
         finally:
             self._end()
-        (completion,) = output.outputs
-        # Seam: copied, since the engine's own lists are its to change.
-        token_ids, logprobs = list(completion.token_ids), list(completion.logprobs.logprobs)
-        if len(token_ids) != len(logprobs) or completion.logprobs.token_ids != token_ids:
-            raise RuntimeError(f"request {request_id}: {len(token_ids)} tokens with {len(logprobs)} logprobs")
-        return token_ids, logprobs, completion.finish_reason == "abort"
 
     def _begin(self) -> None:
         if self._in_flight == 0:
@@ -801,6 +817,42 @@ class VLLMServer:
         self.engine.shutdown(timeout=1.0)
 
 
+class LogprobTable:
+    """Log-probabilities by row and position, in nats, in memory that a server shares with its engine. A request has a row.
+
+    vLLM's own way is three small arrays for each token, packed, sent from process to process and unpacked. Where both share a
+    core, this table brings 0.95 of the tokens/s of LLM.generate in place of 0.79 (tests/bench/engine.py, 128 sequences).
+    """
+
+    rows = 2**16  # only those that were in use take memory
+
+    def __init__(self, path: str, width: int) -> None:
+        import numpy as np
+
+        self.path, self.width = path, width
+        self.values = np.asarray(np.memmap(path, np.float32, "r+", shape=(self.rows, width)))
+        self._free = list(range(self.rows))  # a heap: the lowest are used first
+
+    @classmethod
+    def create(cls, width: int) -> LogprobTable:
+        """A new one. Its file has no name in any folder, and is gone when this process ends."""
+        return cls(f"/proc/{os.getpid()}/fd/{os.memfd_create('logprobs')}", width)
+
+    def take_row(self) -> int:
+        """The number of a row that no one else has; it is empty."""
+        row = heapq.heappop(self._free)
+        self.values[row] = math.nan  # Seam: what is never written must not pass for 0, which would be certain
+        return row
+
+    def give_row(self, row: int) -> None:
+        """Gives it back."""
+        heapq.heappush(self._free, row)
+
+    def read(self, row: int, start: int, n: int) -> list[float]:
+        """Those of the tokens at positions start .. start + n - 1."""
+        return self.values[row, start : start + n].tolist()
+
+
 class WorkerExtension:
     """What runs inside vLLM's worker process: the only code here that touches vLLM's private parts.
 
@@ -859,6 +911,23 @@ class WorkerExtension:
             return inverse_cdf(logprobs.exp(), u), logprobs
 
         runner.sampler.topk_topp_sampler.forward = forward
+
+    def carry_logprobs(self, path: str, width: int) -> None:
+        """Writes the log-probability of each sampled token into the server's LogprobTable in place of sending it there.
+
+        Not on a GPU: there the copy would make the engine wait for its own step, and vLLM's own way is off its core.
+        """
+        if self.device.type != "cpu":
+            return
+        runner, table = self.model_runner, LogprobTable(path, width)
+
+        def gather_logprobs(logprobs: Any, num_logprobs: int, token_ids: Any) -> None:
+            ids = runner.input_batch.req_ids
+            rows = [runner.requests[i].sampling_params.extra_args["row"] for i in ids]
+            positions = runner.input_batch.num_tokens_no_spec[: len(ids)]  # prompt + tokens so far
+            table.values[rows, positions] = logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1).numpy()
+
+        runner.sampler.gather_logprobs = gather_logprobs
 
     def load_weights(self, path: str) -> None:
         """Loads a safetensors file into the running model.

@@ -37,6 +37,7 @@ import partial_rollout
 from partial_rollout import (
     AgentLoopOutput,
     LLMServerManager,
+    LogprobTable,
     PartialSingleTurnAgentLoop,
     SingleTurnAgentLoop,
     VLLMServer,
@@ -732,6 +733,8 @@ def test_servers_may_be_actors_or_objects_but_there_must_be_one() -> None:
 class NoEngine:
     """What VLLMServer asks of vLLM's AsyncLLM, each request taking a while; it knows whether it would generate."""
 
+    model_config = SimpleNamespace(max_model_len=64)
+
     def __init__(self) -> None:
         self.paused = self.asleep = False
 
@@ -788,6 +791,24 @@ def test_replicas_of_one_run_do_not_share_their_noise() -> None:
         servers = [VLLMServer("model", seed=7, rank=rank) for rank in range(8)]
     assert [server.engine.args["seed"] for server in servers] == list(range(7, 15))
     assert len({server._own_seeds.getrandbits(63) for server in servers for _ in range(100)}) == 800
+
+
+@given(st.lists(st.integers(0, 4), max_size=30))
+def test_a_row_of_logprobs_belongs_to_one_request_and_starts_empty(turns: list[int]) -> None:
+    """Whoever comes and goes: rows in use differ, an empty one reads as nan, and what the engine writes is what is read."""
+    ours = LogprobTable.create(16)
+    engines = LogprobTable(ours.path, 16)
+    rows: dict[int, int] = {}
+    for who in turns:
+        if who in rows:
+            row = rows.pop(who)
+            engines.values[row, 3:6] = [-who - 0.5, -1, -2]
+            assert ours.read(row, 3, 3) == [-who - 0.5, -1, -2]
+            ours.give_row(row)
+        else:
+            rows[who] = ours.take_row()
+            assert len(set(rows.values())) == len(rows) and max(rows.values()) < 5, "the lowest first: memory stays small"
+            assert all(math.isnan(x) for x in ours.read(rows[who], 0, 16))
 
 
 def test_weights_that_an_engine_gave_up_must_come_before_a_request() -> None:
@@ -1213,6 +1234,30 @@ def test_logprobs_are_those_of_the_distribution_that_was_sampled(engine: Engine,
         assert distance(logprobs, truth[range(40), ids].tolist()) < 1e-3
 
 
+def test_the_table_brings_the_logprobs_that_vllm_itself_would_send(engine: Engine) -> None:
+    """The same requests with vLLM's own way in place of the table: greedy, filtered and sampled ones in one batch."""
+    params = [{"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.8}, {"temperature": 1.0}, {"temperature": 1.3, "top_k": 5}]
+
+    def ask() -> list[Any]:
+        requests = [engine.request(ids, seed=i, max_tokens=30 + i, **params[i % 4]) for i, ids in enumerate(PROMPTS)]
+        return engine.all([*requests, engine.request(prompt(200), temperature=1.0, max_tokens=300, seed=5)])
+
+    def swap(worker: Any) -> str:
+        sampler = worker.model_runner.sampler
+        if ours := sampler.__dict__.pop("gather_logprobs", None):
+            worker.ours = ours
+        else:
+            sampler.gather_logprobs = worker.ours
+        return sampler.gather_logprobs.__qualname__
+
+    with_table = ask()
+    assert engine.wait(engine.server.engine.collective_rpc(swap)) == ["Sampler.gather_logprobs"]
+    without = ask()
+    assert "carry_logprobs" in engine.wait(engine.server.engine.collective_rpc(swap))[0]
+    for (ids, logprobs, _), (their_ids, their_logprobs, _) in zip(with_table, without, strict=True):
+        assert ids == their_ids and len(ids) == len(logprobs) and distance(logprobs, their_logprobs) < 1e-4
+
+
 def test_tokens_depend_on_the_seed_and_not_on_the_company(engine: Engine) -> None:
     """The same seed gives the same tokens alone and in a crowd; another seed, and no seed, other ones."""
     params = {"temperature": 1.0, "max_tokens": 24, "ignore_eos": True}
@@ -1563,6 +1608,7 @@ def test_the_private_parts_of_vllm_are_where_they_were(engine: Engine) -> None:
         (name,) = list(runner.requests) or [None]
         paths = {
             "the sampler, with our forward": lambda: "install_sampler" in runner.sampler.topk_topp_sampler.forward.__qualname__,
+            "the sampler, with our table": lambda: "carry_logprobs" in runner.sampler.gather_logprobs.__qualname__,
             "runner.requests[...].sampling_params": lambda: "noise_seed" in runner.requests[name].sampling_params.extra_args,
             "runner.input_batch.req_ids": lambda: runner.input_batch.req_ids == [name],
             "runner.input_batch.num_tokens_no_spec": lambda: 9 <= runner.input_batch.num_tokens_no_spec[0] <= 249,
