@@ -1055,11 +1055,9 @@ class ShardedTrainer:
         """As GRPOTrainer.optimizer_state."""
         return self._together("optimizer_state")
 
-    def weights(self) -> bytes:
+    def weights(self) -> memoryview:
         """As GRPOTrainer.weights."""
-        from safetensors.torch import save
-
-        return save(self.model_state())
+        return self._together("weights")
 
     def _together(self, method: str, *args: Any) -> Any:
         import ray

@@ -769,8 +769,8 @@ class NoEngine:
 
     async def collective_rpc(self, method: str, args: Any = ()) -> None:
         assert self.paused or method != "load_weights"
-        if method == "load_weights" and not Path(*args).read_bytes():
-            raise OSError("an empty file")
+        if method == "load_weights" and Path(*args).read_bytes() == b"broken":
+            raise OSError("a broken file")
 
     async def update_weight_version(self, version: str) -> None:
         await asyncio.sleep(0)
@@ -870,7 +870,7 @@ def test_the_door_and_the_engine_agree_whatever_order_callers_come_in(callers: l
             elif move == "failing update":
                 version = server.param_version
                 with pytest.raises(OSError):
-                    await server.update_weights(b"", version + 1)
+                    await server.update_weights(b"broken", version + 1)
             elif move == "deep sleep":
                 await server.sleep(level=2)
             else:
@@ -1471,6 +1471,8 @@ def test_new_weights_are_really_the_new_ones(kind: str, request: pytest.FixtureR
     for model in (first, *(tiny_llama(len(served.tokenizer), tied=kind == "tied", seed=seed) for seed in (1, 2)), first):
         version = served.server.param_version + 1
         served.update(model, version)
+        file = served.server._weights_file
+        os.pwrite(file, bytes(os.fstat(file).st_size), 0)  # what was loaded is the engine's own
         ids, logprobs, _ = served.wait(served.request(prompt(9), temperature=0, max_tokens=30, ignore_eos=True))
         assert served.is_greedy(prompt(9), ids) and served.server.param_version == version
         assert distance(logprobs, served.logprobs(prompt(9), ids)[range(30), ids].tolist()) < 1e-3

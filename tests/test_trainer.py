@@ -948,16 +948,19 @@ def test_a_model_that_rescales_its_logits_is_refused(tmp_path: Path) -> None:
         load_policy(str(tmp_path))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_weights_that_go_out_are_the_weights(tied: bool) -> None:
+def test_the_weights_that_go_out_are_the_weights(tied: bool, dtype: torch.dtype) -> None:
     """A safetensors file in memory with every weight, a tied one once; loaded into another model it answers the same."""
-    trainer = measuring(tiny_llama(tied=tied))
-    sent = load(trainer.weights())
-    other = tiny_llama(1, tied=tied)
-    missing, unexpected = other.load_state_dict(sent, strict=False)
-    assert (missing, unexpected) == (["lm_head.weight"] if tied else [], [])
+    trainer = measuring(tiny_llama(tied=tied).to(dtype))
     ids = torch.arange(10).unsqueeze(0)
-    assert torch.equal(other(ids).logits, trainer.model(ids).logits)
+    for seed in range(3):  # the first lays the file out, the others fill it
+        trainer.model.load_state_dict(tiny_llama(seed, tied=tied).to(dtype).state_dict())
+        sent = load(bytes(trainer.weights()))
+        other = tiny_llama(9, tied=tied).to(dtype)
+        missing, unexpected = other.load_state_dict(sent, strict=False)
+        assert (missing, unexpected) == (["lm_head.weight"] if tied else [], [])
+        assert torch.equal(other(ids).logits, trainer.model(ids).logits)
 
 
 # ---- The loops -------------------------------------------------------------------------------------------------------
