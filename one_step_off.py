@@ -269,18 +269,9 @@ class AgentLoopWorker:
             columns[name] = Ragged.pack([getattr(output, name) for output, _ in outputs], dtype)
         for name in outputs[0][0].extra_fields if outputs else ():
             columns[name] = [output.extra_fields[name] for output, _ in outputs]
-        metrics = [
-            {
-                "generate_sequences": seconds,
-                "prompt_length": len(output.prompt_ids),
-                "response_length": len(output.response_ids),
-                **output.metrics,
-            }
-            for output, seconds in outputs
-        ]
-        return RolloutBatch(columns, {**prompts.meta_info, "metrics": metrics})
+        return RolloutBatch(columns, {**prompts.meta_info, "metrics": [metrics for _, metrics in outputs]})
 
-    async def _run(self, sampling_params: dict[str, Any], sample: dict[str, Any]) -> tuple[Any, float]:
+    async def _run(self, sampling_params: dict[str, Any], sample: dict[str, Any]) -> tuple[Any, dict[str, float]]:
         start = time.perf_counter()
         if "seed" in sample:
             # The sample's own seed travels with the sample. A seed made here, from a place in the chunk, would change with
@@ -290,7 +281,8 @@ class AgentLoopWorker:
             output = await self.agent_loop.run(sampling_params, **sample)
         except Exception as error:
             raise RuntimeError(f"sample {sample.get('uid', '?')}: {type(error).__name__}: {error}") from error
-        return output, time.perf_counter() - start
+        lengths = {"prompt_length": len(output.prompt_ids), "response_length": len(output.response_ids)}
+        return output, {"generate_sequences": time.perf_counter() - start, **lengths, **output.metrics}
 
 
 # ---- The managers: who talks to the workers --------------------------------------------------------------------------
@@ -496,7 +488,7 @@ def _timing(metrics: list[dict[str, float]]) -> dict[str, float]:
 
 
 class _Sleeper:
-    """An agent loop that takes a second to say what it was asked."""
+    """An agent loop that takes its time to say what it was asked."""
 
     async def run(self, sampling_params: dict[str, Any], *, prompt_ids: np.ndarray, **_: Any) -> Any:
         from types import SimpleNamespace

@@ -14,9 +14,9 @@ prompt + tokens so far as its new prompt. What this file is really about is the 
 Each rule that makes it true stands where it is applied, marked "Seam". Every token knows the version of the policy that
 sampled it (`spans`) and its log-probability under the distribution it was really drawn from.
 
-The law is exact in float32. Log-probabilities move by about 1e-6 with the batch they are computed in; in bfloat16 by up to 0.2,
-enough to flip tokens of a real model: of 30 cut responses of a 135M model 25 to 30 stayed equal when greedy, 13 to 22 at
-temperature 1, 2 at 1.3. So there the law holds in distribution only.
+The law is exact in float32. Log-probabilities move by up to 4e-6 with the batch they are computed in; in bfloat16 by up to 0.2,
+enough to flip tokens of a real model: of 30 cuts in two responses of a 135M model 25 to 30 changed nothing when greedy, 13 to
+22 at temperature 1, 2 at 1.3. So there the law holds in distribution only.
 
 Left out, and where verl does it (commit b178a3c):
     1. multi-turn and tool-calling loops   verl/experimental/agent_loop/
@@ -260,7 +260,7 @@ class AgentLoopBase:
 
     `server_manager` has the two coroutines of `LLMServerManager`; `tokenizer` is a Hugging Face tokenizer with a chat
     template. `response_length` bounds a whole response and `max_model_len` prompt + response, both in tokens.
-    `eos_token_ids` are *all* the ids that end a response: a model may have several, and where pad is one of them a mask
+    Seam: `eos_token_ids` are *all* the ids that end a response. A model may have several, and where pad is one of them a mask
     made from `token == pad` would lose the EOS its gradient. Masks come from lengths.
     """
 
@@ -336,20 +336,16 @@ class PartialSingleTurnAgentLoop(AgentLoopBase):
         if len(old_ids) < budget:  # Seam: with nothing left to ask for, no call is made
             stop_ids = self.stop_ids(sampling_params)
             params = remaining_params(sampling_params, len(old_ids), budget) | {"stop_token_ids": sorted(stop_ids)}
-            new_ids, new_logprobs, cancelled = await self.server_manager.generate_for_partial(
-                request_id,
-                prompt_ids=prompt_ids + old_ids,
-                sampling_params=params,
-                param_version=param_version,
-                ticket=ticket,
-            )
+            request = {"prompt_ids": prompt_ids + old_ids, "sampling_params": params, "param_version": param_version}
+            answer = await self.server_manager.generate_for_partial(request_id, ticket=ticket, **request)
+            new_ids, new_logprobs, cancelled = answer
             if len(new_ids) != len(new_logprobs) or not all_finite(new_logprobs):
                 # Seam: a missing logprob must not become 0.0, which would claim that the token was certain.
                 raise ValueError(f"{len(new_ids)} tokens came back with logprobs {new_logprobs!r}: one is missing")
 
         response_ids = old_ids + list(new_ids)
         logprobs = output.response_logprobs + list(new_logprobs)
-        # The stop reason is read off the whole response. So it cannot depend on where it was cut, and a cancel that
+        # Seam: the stop reason is read off the whole response. So it cannot depend on where it was cut, and a cancel that
         # arrives on the very step of the EOS or of the last token of the budget is no cancel: the finish wins.
         reason: StopReason = "abort" if cancelled else "stop"
         if new_ids and new_ids[-1] in self.stop_ids(sampling_params):
@@ -360,16 +356,9 @@ class PartialSingleTurnAgentLoop(AgentLoopBase):
             stop = [stop] if isinstance(stop, str) else stop
             if cut := find_stop(response_ids, stop, sampling_params.get("min_tokens", 0), self.decode):
                 response_ids, logprobs, reason = response_ids[:cut], logprobs[:cut], "stop"
-        return AgentLoopOutput(
-            prompt_ids=prompt_ids,
-            response_ids=response_ids,
-            response_mask=[1] * len(response_ids),
-            response_logprobs=logprobs,
-            spans=extend_spans(output.spans, param_version, len(response_ids) - len(old_ids)),
-            stop_reason=reason,
-            metrics={"num_calls": output.metrics.get("num_calls", 0) + 1},
-            request_id=request_id,
-        )
+        spans = extend_spans(output.spans, param_version, len(response_ids) - len(old_ids))
+        more = {"metrics": {"num_calls": output.metrics.get("num_calls", 0) + 1}, "request_id": request_id}
+        return AgentLoopOutput(prompt_ids, response_ids, [1] * len(response_ids), logprobs, spans, reason, **more)
 
 
 @register("single_turn_agent")
@@ -406,15 +395,10 @@ class LLMServerManager:
         self._home: dict[str, int] = {}  # which server had a cancelled request; a hint, so the oldest may be forgotten
 
     async def generate_for_partial(
-        self,
-        request_id: str,
-        *,
-        prompt_ids: list[int],
-        sampling_params: dict[str, Any],
-        param_version: int | None = None,
-        ticket: tuple[Any, int, int] | None = None,
+        self, request_id: str, *, ticket: tuple[Any, int, int] | None = None, **request: Any
     ) -> tuple[list[int], list[float], bool]:
-        """(token_ids, logprobs, is_cancel) of what was generated in this call; see `VLLMServer.generate_for_partial`.
+        """(token_ids, logprobs, is_cancel) of what was generated in this call; see `VLLMServer.generate_for_partial`, which
+        gets the `request`.
 
         `ticket` is (batch, index, size): this is request `index` of a batch of `size` that the servers take in order, as a
         whole. Their share is then every len(servers)-th request, which depends on nothing but the batch.
@@ -431,20 +415,15 @@ class LLMServerManager:
         self.in_flight[server] += 1
         try:
             method = self.servers[server].generate_for_partial
-            token_ids, logprobs, is_cancel = await getattr(method, "remote", method)(
-                request_id,
-                prompt_ids=prompt_ids,
-                sampling_params=sampling_params,
-                param_version=param_version,
-                ticket=ticket,
-            )
+            answer = await getattr(method, "remote", method)(request_id, ticket=ticket, **request)
         finally:
             self.in_flight[server] -= 1
+        token_ids, _, is_cancel = answer
         if is_cancel and (token_ids or server == home):  # its prefix is there, from this call or from an earlier one
             self._home[request_id] = server
             if len(self._home) > self.max_homes:  # of requests that no one resumed
                 del self._home[next(iter(self._home))]
-        return token_ids, logprobs, is_cancel
+        return answer
 
 
 # ---- The server: vLLM in an actor ------------------------------------------------------------------------------------
@@ -495,6 +474,8 @@ class VLLMServer:
         wait_for_weights: Callable[[], bool] = lambda: False,
         **engine_args: Any,
     ) -> None:
+        if engine_args.get("speculative_config"):
+            raise ValueError("speculative_config: a drafted token is not drawn with the noise of its position; leave it out")
         # Read when vLLM is imported, here and in the engine's own process, which must find this file too.
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if engine_args.get("tensor_parallel_size", 1) == 1 else "1"
@@ -526,7 +507,7 @@ class VLLMServer:
         self.param_version = 0
         self._own_seeds = random.Random(seed + rank)
         # A file without a name: the engine's process opens it through /proc, and it goes with this process however that ends.
-        # It is kept, since memory that is touched anew takes twice as long as the copy.
+        # It is kept from sync to sync: memory that is touched anew takes twice as long as the copy.
         self._weights_file, self._weights_map = os.memfd_create("weights"), None
         self._logprobs = LogprobTable.create(self.engine.model_config.max_model_len)
         self._closed_by: set[str] = set()  # why no request is taken: "cancel", "sleep", "update"
@@ -606,7 +587,7 @@ class VLLMServer:
         # first tokens again; on a CPU it also kills the engine when a prefill is chunked.
         noise_seed = self._own_seeds.getrandbits(63) if seed is None else int(seed)
         params |= {"logprobs": 0, "prompt_logprobs": None, "flat_logprobs": True, "detokenize": bool(params.get("stop"))}
-        row = self._logprobs.take_row()
+        row = self._logprobs.take_row(len(prompt_ids), params.get("max_tokens"))
         try:
             params["extra_args"] = {"noise_seed": noise_seed, "row": row}
             vllm_params = SamplingParams(**params, output_kind=RequestOutputKind.FINAL_ONLY)
@@ -619,8 +600,8 @@ class VLLMServer:
             logprobs = logprobs or self._logprobs.read(row, len(prompt_ids), len(token_ids))
         finally:
             self._logprobs.give_row(row)
-        if len(token_ids) != len(logprobs):
-            raise RuntimeError(f"request {request_id}: {len(token_ids)} tokens with {len(logprobs)} logprobs")
+        if len(token_ids) != len(logprobs) or not all_finite(logprobs):
+            raise RuntimeError(f"request {request_id}: of {len(token_ids)} tokens a log-probability is missing")
         return token_ids, logprobs, completion.finish_reason == "abort"
 
     async def _run_request(
@@ -629,6 +610,7 @@ class VLLMServer:
         """vLLM's RequestOutput at its end; None for a request that was not taken."""
 
         async def put_in() -> Any:
+            # Seam: a request that comes while the door is closed goes back at once, and leaves nothing behind.
             if self._closed_by or param_version not in (None, self.param_version):
                 return None
             from vllm.inputs.engine import tokens_input
@@ -763,19 +745,19 @@ class VLLMServer:
         async with self._door:
             await self._close("update")  # where this fails it stays closed: half-loaded weights serve no one
             await self._reset_prefix_cache()
-            if isinstance(weights, dict):
-                from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-                await self.engine.start_weight_update()
-                await self.engine.update_weights(WeightTransferUpdateRequest(update_info=weights))
-                await self.engine.finish_weight_update()
-            else:
-                await self._load_file(weights)
+            await (self._receive(weights) if isinstance(weights, dict) else self._load_file(weights))
             await self.engine.update_weight_version(str(param_version))
             self.param_version = param_version
             self._closed_by.discard("no weights")
             await self._open("update")
             self._has_weights.set()
+
+    async def _receive(self, update_info: dict[str, Any]) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self.engine.start_weight_update()
+        await self.engine.update_weights(WeightTransferUpdateRequest(update_info=update_info))
+        await self.engine.finish_weight_update()
 
     async def _load_file(self, weights: Any) -> None:
         self._write_file(weights)
@@ -784,6 +766,7 @@ class VLLMServer:
     def _write_file(self, weights: Any) -> None:
         size = memoryview(weights).nbytes
         if self._weights_map is None or len(self._weights_map) != size:
+            self._weights_map = None  # where the next two lines fail, the old one must not pass for one of this size
             os.ftruncate(self._weights_file, size)
             self._weights_map = mmap.mmap(self._weights_file, size)
         self._weights_map[:] = weights
@@ -835,17 +818,20 @@ class LogprobTable:
 
         self.path, self.width = path, width
         self.values = np.asarray(np.memmap(path, np.float32, "r+", shape=(self.rows, width)))
-        self._free = list(range(self.rows))  # a heap: the lowest are used first
+        self._free = range(self.rows)
 
     @classmethod
     def create(cls, width: int) -> LogprobTable:
         """A new one. Its file has no name in any folder, and is gone when this process ends."""
-        return cls(f"/proc/{os.getpid()}/fd/{os.memfd_create('logprobs')}", width)
+        table = cls(f"/proc/{os.getpid()}/fd/{os.memfd_create('logprobs')}", width)
+        table._free = list(table._free)  # a heap: the lowest are used first
+        return table
 
-    def take_row(self) -> int:
-        """The number of a row that no one else has; it is empty."""
+    def take_row(self, start: int, n: int | None = None) -> int:
+        """The number of a row that no one else has, for the tokens at positions start .. start + n - 1, or to its end."""
         row = heapq.heappop(self._free)
-        self.values[row] = math.nan  # Seam: what is never written must not pass for 0, which would be certain
+        # Seam: what is never written must not pass for 0, which would be certain, nor for what another request left here.
+        self.values[row, start : None if n is None else start + n] = math.nan
         return row
 
     def give_row(self, row: int) -> None:
@@ -919,7 +905,7 @@ class WorkerExtension:
     def carry_logprobs(self, path: str, width: int) -> None:
         """Writes the log-probability of each sampled token into the server's LogprobTable in place of sending it there.
 
-        Not on a GPU: there the copy would make the engine wait for its own step, and vLLM's own way is off its core.
+        Not on a GPU: there the copy would make the engine wait for its own step, and vLLM copies them beside the next one.
         """
         if self.device.type != "cpu":
             return

@@ -16,7 +16,7 @@ A step, from rollouts to new weights:
 
 Why a stale batch needs the sampler's log-probabilities: in `ratio = exp(log_probs - old_log_probs)` the denominator says who
 chose the tokens. Recomputed with the newest weights it would be the numerator itself: the ratio would be 1, the clip would
-never act, and the batch would pass for fresh.
+never act, and the batch would pass for fresh. (`importance="decoupled"` does so, and puts a weight in its place.)
 
 Left out, and where verl does it (commit b178a3c):
     1. critics, GAE, other estimators       verl/trainer/ppo/core_algos.py
@@ -24,7 +24,7 @@ Left out, and where verl does it (commit b178a3c):
     3. resharding between engines           verl/workers/
 
 Needs: torch, safetensors (transformers inside load_policy).   Used by: run_gsm8k.py.
-Run: python trainer.py  (a toy policy learns to count, synchronously and one step off)
+Run: python trainer.py  (a toy policy learns to say one token, synchronously and one step off)
 """
 
 from __future__ import annotations
@@ -260,8 +260,8 @@ class GRPOTrainer:
     clip_low, clip_high   the ratio may move to 1 - clip_low and 1 + clip_high before its gradient stops
     importance            "bypass": the ratio's denominator is the sampler's log-probability, one forward pass. "decoupled":
                           it is recomputed before the update, and the sampler's enters as a weight, truncated at `tis_cap`
-                          (truncated importance sampling; AReaL, arXiv 2505.24298, eq. 5). The two differ once a batch is
-                          cut into mini-batches, or when sampler and trainer compute differently
+                          (truncated importance sampling; AReaL, arXiv 2505.24298, eq. 5). The two differ where a batch
+                          is stale, is cut into mini-batches, or was computed differently by sampler and trainer
     loss_aggregation      "token-mean": every token of the batch counts alike. "dr-grpo": sum over a response divided by
                           the constant `response_length`, mean over responses
     group_size            responses per prompt; a group that has fewer is refused
@@ -292,7 +292,7 @@ class GRPOTrainer:
 
     def __post_init__(self) -> None:
         sharded = hasattr(self.model, "token_log_probs")
-        self._file: bytearray | None = None  # see `weights`
+        self._weights: bytearray | None = None  # see `weights`
         self._slots: dict[str, Tensor] = {}
         self.rank = torch.distributed.get_rank() if sharded else 0
         self.world_size = torch.distributed.get_world_size() if sharded else 1
@@ -317,12 +317,8 @@ class GRPOTrainer:
         """
         if len(rollouts) == 0:
             raise ValueError("an empty batch has nothing to train on")
-        advantages = compute_grpo_advantages(
-            rollouts["rewards"],
-            rollouts["group"],
-            normalize_by_std=self.normalize_by_std,
-            group_size=self.group_size,
-        )
+        knobs = {"normalize_by_std": self.normalize_by_std, "group_size": self.group_size}
+        advantages = compute_grpo_advantages(rollouts["rewards"], rollouts["group"], **knobs)
         columns = ("prompt_ids", "response_ids", "response_mask", "response_logprobs")
         rows = {name: rollouts[name].rows() for name in columns} | {"advantages": advantages}
         lengths = rollouts["prompt_ids"].lengths + rollouts["response_ids"].lengths
@@ -503,20 +499,20 @@ class GRPOTrainer:
     def weights(self) -> memoryview:
         """All weights as the bytes of a safetensors file; tied ones once, as vLLM and transformers want them.
 
-        Good until the next call, which fills the same memory: to lay it out anew takes seven times as long as to copy.
+        Good until the next call, which fills the same memory: to lay it out anew takes seven times as long as to copy. It costs
+        a copy of the weights on the CPU. Ray takes it as `np.frombuffer(trainer.weights(), np.uint8)`.
         """
         state = self.model_state()
-        if self._file is None:
-            self._file = bytearray(save(state))
-            header = 8 + int.from_bytes(self._file[:8], "little")  # its length comes first, then where each tensor begins
-            for name, entry in json.loads(self._file[8:header]).items():
+        if self._weights is None:
+            file, slots = bytearray(save(state)), {}
+            header = 8 + int.from_bytes(file[:8], "little")  # its length comes first, then where each tensor begins
+            for name, entry in json.loads(file[8:header]).items():
                 start, like = header + entry["data_offsets"][0], state[name]
-                slot = torch.frombuffer(self._file, dtype=like.dtype, count=like.numel(), offset=start)
-                self._slots[name] = slot.view(like.shape)
-        else:
-            for name, tensor in state.items():
-                self._slots[name].copy_(tensor)
-        return memoryview(self._file).toreadonly()
+                slots[name] = torch.frombuffer(file, dtype=like.dtype, count=like.numel(), offset=start).view(like.shape)
+            self._weights, self._slots = file, slots
+        for name, tensor in state.items():
+            self._slots[name].copy_(tensor)
+        return memoryview(self._weights).toreadonly()
 
     def model_state(self) -> dict[str, Tensor]:
         """All weights by name, tied ones once. Where several processes train, all must call this, and the first gets them."""

@@ -806,9 +806,9 @@ def test_a_row_of_logprobs_belongs_to_one_request_and_starts_empty(turns: list[i
             assert ours.read(row, 3, 3) == [-who - 0.5, -1, -2]
             ours.give_row(row)
         else:
-            rows[who] = ours.take_row()
+            rows[who] = ours.take_row(3, who or None)
             assert len(set(rows.values())) == len(rows) and max(rows.values()) < 5, "the lowest first: memory stays small"
-            assert all(math.isnan(x) for x in ours.read(rows[who], 0, 16))
+            assert all(math.isnan(x) for x in ours.read(rows[who], 3, who or 13))
 
 
 def test_weights_that_an_engine_gave_up_must_come_before_a_request() -> None:
@@ -821,6 +821,28 @@ def test_weights_that_an_engine_gave_up_must_come_before_a_request() -> None:
         return [set(server._closed_by) for move in moves if await move is None]
 
     assert asyncio.run(check()) == [{"sleep", "no weights"}, {"no weights"}, {"no weights"}, set()]
+
+
+def test_weights_of_another_size_leave_a_file_of_that_size() -> None:
+    """Also after none at all, which are refused."""
+    with no_engine():
+        server = VLLMServer("model")
+
+    async def check() -> None:
+        for weights in (b"four", b"", b"four", b"sixsix", b"", b"two"):
+            if not weights:
+                with pytest.raises(ValueError, match="empty"):
+                    await server.update_weights(weights, 1)
+            else:
+                await server.update_weights(weights, 1)
+                assert Path(f"/proc/self/fd/{server._weights_file}").read_bytes() == weights
+
+    asyncio.run(check())
+
+
+def test_speculative_decoding_is_refused() -> None:
+    with no_engine(), pytest.raises(ValueError, match="speculative_config: a drafted token"):
+        VLLMServer("model", speculative_config={"method": "ngram"})
 
 
 def test_weights_from_gpu_to_gpu_pass_the_same_door() -> None:

@@ -1,13 +1,14 @@
 """Does generation overlap with training? max(generate, train) / step; workers that wait, training that waits or computes.
 
-    python tests/bench/overlap.py                    # about 8 minutes on two cores
+    python tests/bench/overlap.py                    # about 5 minutes on two cores
 
 Training is made of 1, 2 or 4 parts, each handed to asyncio's own pool of threads, as scoring, updating and saving might be.
 Where the manager waited in that pool too, 16 workers would fill it (6 threads on two cores), and the trainer would wait for the
-batch that it should overlap with: `asyncio.to_thread` below, at 16 workers.
+batch that it should overlap with: `asyncio.to_thread` below, at 16 workers. *took*: seconds from the start of the first part to
+the end of the last. *bare Ray*: as many actors that sleep, without arguments, without results and without us: the limit.
 
 Must reach: 0.97 in every row of ours (verl's published runs: 0.90 and 0.91; its manager with the default pool, 16 workers and 4
-parts: 0.55). A step of 1 s without any overlap would have 0.5.
+parts: 0.55), or 0.95 of what bare Ray reaches where that is less. A step of 1 s without any overlap would have 0.5.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # numpy reads them when it is imported
 
 import numpy as np
 
@@ -57,24 +60,68 @@ class InDefaultPool(OneStepOffAgentLoopManager):
         return await asyncio.to_thread(ray.get, ref)
 
 
-async def step_s(
-    manager: OneStepOffAgentLoopManager, generate: float, train: float, parts: int, work: Callable[[float], None], steps: int
-) -> float:
-    """Median seconds of a step, one off."""
+class BareRay:
+    """Actors that sleep."""
+
+    def __init__(self, workers: list[Any]) -> None:
+        import ray
+
+        actor = ray.remote(num_cpus=0)(Nap)
+        self.workers = [actor.remote() for _ in workers]
+        ray.get([worker.nap.remote(0) for worker in self.workers])
+
+    def start(self, seconds: float) -> Awaitable[Any]:
+        """As many sleeps as there are workers."""
+        return asyncio.gather(*[worker.nap.remote(seconds) for worker in self.workers])
+
+    def close(self) -> None:
+        """Ends the actors."""
+        import ray
+
+        for worker in self.workers:
+            ray.kill(worker)
+
+
+class Nap:
+    """Sleeps."""
+
+    async def nap(self, seconds: float) -> None:
+        """For so many seconds."""
+        await asyncio.sleep(seconds)
+
+
+def batches(manager: OneStepOffAgentLoopManager) -> Callable[[float], Awaitable[RolloutBatch]]:
+    """What starts a batch of a sample for each worker, which takes so many seconds."""
     n = len(manager.agent_loop_workers)
     columns = {"uid": [str(i) for i in range(n)], "prompt_ids": Ragged.pack([[1]] * n, np.int32)}
-    prompts = RolloutBatch(columns, {"sampling_params": {"seconds": generate}})
-    pending: Awaitable[RolloutBatch] = manager.generate_sequences_async(prompts)
+
+    def start(seconds: float) -> Awaitable[RolloutBatch]:
+        return manager.generate_sequences_async(RolloutBatch(columns, {"sampling_params": {"seconds": seconds}}))
+
+    return start
+
+
+async def step_s(
+    start_batch: Callable[[float], Awaitable[Any]],
+    generate: float,
+    train: float,
+    parts: int,
+    work: Callable[[float], None],
+    steps: int,
+) -> tuple[float, float]:
+    """Median seconds of a step, one off, and of its training."""
+    pending = start_batch(generate)
     times = []
     for _ in range(steps + 1):
         await pending
         start = time.perf_counter()
-        pending = manager.generate_sequences_async(prompts)
+        pending = start_batch(generate)
         for _ in range(parts):
             await asyncio.to_thread(work, train / parts)
+        trained = time.perf_counter()
         await pending
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+        times.append((time.perf_counter() - start, trained - start))
+    return statistics.median(a for a, _ in times[1:]), statistics.median(b for _, b in times[1:])
 
 
 def main() -> int:
@@ -85,26 +132,34 @@ def main() -> int:
     args = parser.parse_args()
     import ray
 
-    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
+    os.environ |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     actor, missed = ray.remote(num_cpus=0)(AgentLoopWorker), False
     pool = []
-    print("| manager | workers | generate, s | train, s | parts | training | step, s | max / step |\n" + "|---" * 8 + "|")
+    print(
+        "| manager | workers | generate, s | train, s | parts | training | took, s | step, s | max / step |\n"
+        + "|---" * 9
+        + "|"
+    )
     for n in args.workers:
         pool += [actor.remote(Sleeper) for _ in range(n - len(pool))]
         ray.get([worker.ready.remote() for worker in pool])
-        cases = [("ours", 1.0, 1.0, parts, name) for parts in (1, 2, 4) for name in ("waits", "computes")]
+        limits = {}
+        cases = [("bare Ray", 1.0, 1.0, 4, name) for name in ("waits", "computes")]
+        cases += [("ours", 1.0, 1.0, parts, name) for parts in (1, 2, 4) for name in ("waits", "computes")]
         cases += [("ours", 1.0, 3.0, 4, "waits"), ("ours", 3.0, 1.0, 4, "waits"), ("asyncio.to_thread", 1.0, 1.0, 4, "waits")]
-        for manager, generate, train, parts, name in cases:
-            kind = OneStepOffAgentLoopManager if manager == "ours" else InDefaultPool
+        for kind, generate, train, parts, name in cases:
+            manager = {"ours": OneStepOffAgentLoopManager, "asyncio.to_thread": InDefaultPool, "bare Ray": BareRay}[kind](pool)
+            start = manager.start if kind == "bare Ray" else batches(manager)
             work = time.sleep if name == "waits" else compute
-            seconds = asyncio.run(step_s(kind(pool), generate, train, parts, work, args.steps))
+            seconds, took = asyncio.run(step_s(start, generate, train, parts, work, args.steps))
+            manager.close()
             efficiency = max(generate, train) / seconds
-            print(
-                f"| {manager} | {n} | {generate:g} | {train:g} | {parts} | {name} | {seconds:.3f} | {efficiency:.3f} |",
-                flush=True,
-            )
-            missed |= manager == "ours" and efficiency < 0.97
+            shown = f"{generate:g} | {train:g} | {parts} | {name} | {took:.2f} | {seconds:.3f} | {efficiency:.3f}"
+            print(f"| {kind} | {n} | {shown} |", flush=True)
+            if kind == "bare Ray":
+                limits[name] = efficiency
+            missed |= kind == "ours" and efficiency < min(0.97, 0.95 * limits[name])
     print(f"load average {os.getloadavg()[0]:.1f}")
     return int(missed)
 

@@ -5,11 +5,12 @@
 
 out      the trainer's part: weights to bytes, bytes into Ray's object store; it happens once, however many servers there are
 move     what a server does but for the engine: from the object store to a file in memory
-load     the engine's own part (reading the file, repacking each matrix), timed alone: on a GPU this is another thing
+load     the engine's own part (reading the file, repacking each matrix), while other servers do the same: on a GPU this is
+         another thing
 copy     the same bytes copied by numpy, into memory that was touched before
 
 Must reach: out + move at most 3 times the copy for a model of 100 MB and more; and from 1 to 2 to 4 servers the whole grows
-by less than the load of one server for each that is added.
+by less, for each that is added, than the load where there is one.
 """
 
 from __future__ import annotations
@@ -99,9 +100,8 @@ def main() -> int:
         ratio = (ms["out"] + ms["move"]) / ms["copy"]
         print(f"| {n} | {' | '.join(f'{ms[name]:.1f}' for name in ms)} | {ratio:.2f} |", flush=True)
         missed |= megabytes >= 100 and ratio > 3
-        if before is not None:
-            missed |= ms["whole"] - before[1] > (n - before[0]) * ms["load"]
-        before = n, ms["whole"]
+        before = before or (n, ms["whole"], ms["load"])
+        missed |= ms["whole"] - before[1] > (n - before[0]) * before[2]
     print(f"load average {os.getloadavg()[0]:.1f}")
     return int(missed)
 
