@@ -166,23 +166,24 @@ def main() -> int:
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=6 << 30)
     actor = ray.remote(num_cpus=0)(Echo)
     pool, missed = [actor.remote() for _ in range(max(args.workers))], False
-    print(
-        "| workers | batch | response | ours, ms | floor, ms | ours / floor | verl 0.9.1, ms | verl / ours | verl b178a3c, ms |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
+    names = "workers", "batch", "response", "ours, ms", "floor", "ours / floor", "ours, ms", "verl 0.9.1", "verl / ours"
+    print(f"| {' | '.join(names)} | verl b178a3c |\n" + "|---" * 10 + "|")
     for n in args.workers:
         for batch in args.batch:
             for length in args.response_length:
                 ray.get([worker.set_up.remote(batch // n, length, verl) for worker in pool[:n]])
                 found = contenders(pool[:n], batch, verl)
-                # In pairs: what verl leaves in Ray's store and in the allocator would be paid by whoever comes next.
+                # In pairs: what verl leaves in Ray's store and in the allocator is paid by whoever comes next, so that ours has
+                # two times, one beside each.
                 beside_floor = asyncio.run(milliseconds(found, ("ours", "floor"), batch, args.rounds))
                 beside_verl = asyncio.run(milliseconds(found, ("ours", "verl"), batch, args.rounds)) if verl else {}
                 recorded, over_floor = VERL_MS.get((n, batch, length)), beside_floor["ours"] / beside_floor["floor"]
                 shown = [f"{beside_floor['ours']:.1f}", f"{beside_floor['floor']:.1f}", f"{over_floor:.2f}"]
-                shown += (
-                    [f"{beside_verl['verl']:.0f}", f"{beside_verl['verl'] / beside_verl['ours']:.0f}"] if verl else ["", ""]
-                )
+                if verl:
+                    over_ours = beside_verl["verl"] / beside_verl["ours"]
+                    shown += [f"{beside_verl['ours']:.0f}", f"{beside_verl['verl']:.0f}", f"{over_ours:.1f}"]
+                else:
+                    shown += [""] * 3
                 print(f"| {n} | {batch} | {length} | {' | '.join(shown)} | {recorded or ''} |", flush=True)
                 missed |= over_floor > 1.5
                 if (batch, length) == (4096, 2048):

@@ -8,7 +8,7 @@ batch that it should overlap with: `asyncio.to_thread` below, at 16 workers. *to
 the end of the last. *bare Ray*: as many actors that sleep, without arguments, without results and without us: the limit.
 
 Must reach: 0.97 in every row of ours (verl's published runs: 0.90 and 0.91; its manager with the default pool, 16 workers and 4
-parts: 0.55), or 0.95 of what bare Ray reaches where that is less. A step of 1 s without any overlap would have 0.5.
+parts: 0.55). A step of 1 s without any overlap would have 0.5.
 """
 
 from __future__ import annotations
@@ -144,7 +144,6 @@ def main() -> int:
     for n in args.workers:
         pool += [actor.remote(Sleeper) for _ in range(n - len(pool))]
         ray.get([worker.ready.remote() for worker in pool])
-        limits = {}
         cases = [("bare Ray", 1.0, 1.0, 4, name) for name in ("waits", "computes")]
         cases += [("ours", 1.0, 1.0, parts, name) for parts in (1, 2, 4) for name in ("waits", "computes")]
         cases += [("ours", 1.0, 3.0, 4, "waits"), ("ours", 3.0, 1.0, 4, "waits"), ("asyncio.to_thread", 1.0, 1.0, 4, "waits")]
@@ -157,9 +156,7 @@ def main() -> int:
             efficiency = max(generate, train) / seconds
             shown = f"{generate:g} | {train:g} | {parts} | {name} | {took:.2f} | {seconds:.3f} | {efficiency:.3f}"
             print(f"| {kind} | {n} | {shown} |", flush=True)
-            if kind == "bare Ray":
-                limits[name] = efficiency
-            missed |= kind == "ours" and efficiency < min(0.97, 0.95 * limits[name])
+            missed |= kind == "ours" and efficiency < 0.97
     print(f"load average {os.getloadavg()[0]:.1f}")
     return int(missed)
 
