@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import functools
 import gc
 import heapq
@@ -279,6 +280,7 @@ class AgentLoopBase:
         self.response_length = response_length
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
+        self._last_prompt: tuple[list | None, list[int]] = None, []
 
     async def run(self, sampling_params: Mapping[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """Generates one response."""
@@ -286,8 +288,11 @@ class AgentLoopBase:
 
     def encode_prompt(self, raw_prompt: Sequence[Mapping[str, str]]) -> list[int]:
         """Chat messages to token ids by the model's own chat template; always a plain list of int."""
-        ids = self.tokenizer.apply_chat_template(list(raw_prompt), add_generation_prompt=True, tokenize=True, return_dict=False)
-        return [int(i) for i in ids]
+        messages = list(raw_prompt)
+        if messages != self._last_prompt[0]:  # a group's samples come one after the other, and share it
+            ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+            self._last_prompt = copy.deepcopy(messages), [int(i) for i in ids]
+        return list(self._last_prompt[1])
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens left out."""
@@ -513,6 +518,7 @@ class VLLMServer:
         self._logprobs = LogprobTable.create(self.engine.model_config.max_model_len)
         self._closed_by: set[str] = set()  # why no request is taken: "cancel", "sleep", "update"
         self._door = asyncio.Lock()  # held while a request goes in, and while the door moves: none is ever half-way
+        self._paused = False  # from a sync until the next request is in: vLLM sleeps 0.02 s in each pause, so one is enough
         self._batches: dict[Any, list[tuple[int, Callable, asyncio.Future]]] = {}  # tickets that wait
         self.exit_when_dead = exit_when_dead
         self._has_weights = asyncio.Event()
@@ -627,6 +633,7 @@ class VLLMServer:
         if ticket is None:
             async with self._door:
                 outputs = await put_in()
+                await self._go_on()
         else:
             outputs = await self._take_batch(ticket, put_in)
         if outputs is None:
@@ -682,8 +689,8 @@ class VLLMServer:
         waiting = self._batches.pop(batch, [])
         async with self._door:
             try:
-                if not self._closed_by:
-                    await self.engine.pause_generation(mode="keep", clear_cache=False)
+                if not self._closed_by and not self._paused:
+                    await self._pause("keep")
                 for _, put_in, entered in sorted(waiting, key=lambda entry: entry[0]):
                     if not entered.done():
                         outputs = await put_in()
@@ -696,8 +703,7 @@ class VLLMServer:
                     if not entered.done():
                         entered.set_exception(error)
             finally:
-                if not self._closed_by:
-                    await self.engine.resume_generation()
+                await self._go_on()
 
     # -- the door
 
@@ -711,7 +717,7 @@ class VLLMServer:
     async def resume(self) -> None:
         """Takes requests again."""
         async with self._door:
-            await self._open("cancel")
+            self._closed_by.discard("cancel")
 
     @_needs_engine
     async def sleep(self, level: int = 1) -> None:
@@ -729,7 +735,8 @@ class VLLMServer:
         async with self._door:
             if await self.engine.is_sleeping():
                 await self.engine.wake_up()
-            await self._open("sleep")
+                self._paused = False
+            self._closed_by.discard("sleep")
 
     @_needs_engine
     async def clear_kv_cache(self) -> None:
@@ -751,8 +758,7 @@ class VLLMServer:
             await (self._receive(weights) if isinstance(weights, dict) else self._load_file(weights))
             await self.engine.update_weight_version(str(param_version))
             self.param_version = param_version
-            self._closed_by.discard("no weights")
-            await self._open("update")
+            self._closed_by -= {"no weights", "update"}
             self._has_weights.set()
 
     async def _receive(self, update_info: dict[str, Any]) -> None:
@@ -788,12 +794,17 @@ class VLLMServer:
                 if not entered.done():
                     entered.set_result(None)
         self._batches.clear()
-        await self.engine.pause_generation(mode="abort", clear_cache=False)
+        if self._in_flight or not self._paused:
+            await self._pause("abort")
 
-    async def _open(self, reason: str) -> None:
-        self._closed_by.discard(reason)
-        if not self._closed_by:
+    async def _pause(self, mode: str) -> None:
+        self._paused = True  # first: a pause that fails half-way may have paused
+        await self.engine.pause_generation(mode=mode, clear_cache=False)
+
+    async def _go_on(self) -> None:
+        if self._paused and not self._closed_by:
             await self.engine.resume_generation()
+            self._paused = False
 
     async def _reset_prefix_cache(self, tries: int = 20, pause_s: float = 0.05) -> None:
         for _ in range(tries):

@@ -565,6 +565,27 @@ def test_a_prompt_is_a_plain_list_of_int() -> None:
     assert prompt_ids == [5, 6] and {type(i) for i in prompt_ids} == {int}
 
 
+@given(st.lists(st.sampled_from(["a", "b", ""]), max_size=8))
+@example(["a", "b"])  # the same dict, with other words in it
+def test_a_prompt_that_comes_again_is_encoded_once_and_never_an_old_one(contents: list[str]) -> None:
+    """Equal messages in a row share one call of the template; whoever changes messages, or ids he was given, hurts no one."""
+    calls: list[str] = []
+
+    class Counting(Bytes):
+        def apply_chat_template(self, messages: Any, **_: Any) -> list[int]:
+            calls.append(messages[0]["content"])
+            return super().apply_chat_template(messages)
+
+    loop = PartialSingleTurnAgentLoop(Answers(), Counting(), response_length=10, max_model_len=100)
+    message: dict[str, str] = {}
+    for content in contents:
+        message["content"] = content
+        ids = loop.encode_prompt([message])
+        assert ids == list(content.encode())
+        ids.append(0)
+    assert calls == [content for content, _ in itertools.groupby(contents)]
+
+
 def test_single_turn_agent_is_never_cut() -> None:
     """It is the same loop, but a cancel is an error that says what to use instead."""
     assert run(Answers(([97, 256], False)), {}, kind=SingleTurnAgentLoop).stop_reason == "stop"
@@ -737,6 +758,7 @@ class NoEngine:
 
     def __init__(self) -> None:
         self.paused = self.asleep = False
+        self.inside: list[asyncio.Future] = []
 
     @classmethod
     def from_engine_args(cls, engine_args: dict[str, Any]) -> NoEngine:
@@ -744,9 +766,31 @@ class NoEngine:
         engine.args = engine_args
         return engine
 
-    async def pause_generation(self, **_: Any) -> None:
+    async def add_request(self, request_id: str, prompt: Any, params: Any) -> Any:
+        await asyncio.sleep(0)
+        answer = asyncio.get_running_loop().create_future()
+        self.inside.append(answer)
+        serving = asyncio.ensure_future(self.serve(answer))
+        return SimpleNamespace(request_id=request_id, get_nowait=lambda: None, get=lambda: answer, serving=serving)
+
+    async def serve(self, answer: asyncio.Future) -> None:
+        steps = 3
+        while steps and not answer.done():
+            await asyncio.sleep(0.001)
+            steps -= not self.paused
+        self.end([answer], "stop")
+
+    def end(self, answers: list[asyncio.Future], finish_reason: str) -> None:
+        completion = SimpleNamespace(token_ids=[1], logprobs=SimpleNamespace(logprobs=[-1.0]), finish_reason=finish_reason)
+        for answer in [answer for answer in answers if not answer.done()]:
+            answer.set_result(SimpleNamespace(outputs=[completion]))
+        self.inside = [answer for answer in self.inside if not answer.done()]
+
+    async def pause_generation(self, mode: str, **_: Any) -> None:
         await asyncio.sleep(0)
         self.paused = True
+        if mode == "abort":
+            self.end(self.inside, "abort")
 
     async def resume_generation(self) -> None:
         await asyncio.sleep(0)
@@ -768,7 +812,7 @@ class NoEngine:
         return True
 
     async def collective_rpc(self, method: str, args: Any = ()) -> None:
-        assert self.paused or method != "load_weights"
+        assert (self.paused and not self.inside) or method != "load_weights"
         if method == "load_weights" and Path(*args).read_bytes() == b"broken":
             raise OSError("a broken file")
 
@@ -782,6 +826,9 @@ def no_engine() -> Iterator[None]:
         patch.setattr(os, "environ", dict(os.environ))
         patch.setitem(sys.modules, "vllm.engine.arg_utils", SimpleNamespace(AsyncEngineArgs=dict))
         patch.setitem(sys.modules, "vllm.v1.engine.async_llm", SimpleNamespace(AsyncLLM=NoEngine))
+        patch.setitem(sys.modules, "vllm.inputs.engine", SimpleNamespace(tokens_input=list))
+        params = SimpleNamespace(SamplingParams=SimpleNamespace, RequestOutputKind=SimpleNamespace(FINAL_ONLY=2))
+        patch.setitem(sys.modules, "vllm.sampling_params", params)
         yield
 
 
@@ -872,18 +919,32 @@ def test_weights_from_gpu_to_gpu_pass_the_same_door() -> None:
 
     asyncio.run(check())
     assert calls == [("init", {"rank_offset": 1}), ("start", True), ("update", {"names": ["w"]}, True), ("finish", True)]
-    assert server.param_version == 5 and not server._closed_by and not server.engine.paused
+    assert server.param_version == 5 and not server._closed_by
 
 
-MOVES = ["cancel", "resume", "sleep", "deep sleep", "wake_up", "update", "failing update"]
+MOVES = ["cancel", "resume", "sleep", "deep sleep", "wake_up", "update", "failing update", "request", "batch"]
 
 
 @given(st.lists(st.lists(st.sampled_from(MOVES), max_size=6), max_size=4))
 @example([["sleep"], ["wake_up"]])  # woke up between the two halves of falling asleep: an open door, and no one awake behind it
 def test_the_door_and_the_engine_agree_whatever_order_callers_come_in(callers: list[list[str]]) -> None:
-    """An open door has an engine behind it that runs; an engine that sleeps has a closed door; a last round opens both."""
+    """Whoever gets in is served, or comes back cut; an engine that sleeps has a closed door, and one that takes weights is
+    paused and empty; a last round opens the door, and then all are served."""
     with no_engine():
         server = VLLMServer("model")
+    numbers = itertools.count()
+
+    async def request(n: int = 1) -> set[bool]:
+        """Whether they came back cut; those that ask together go in together."""
+        params, batch = {"max_tokens": 9}, next(numbers)
+        tickets = [(batch, i, n) for i in range(n)] if n > 1 else [None]
+        calls = [
+            server.generate_for_partial(f"{batch}-{i}", prompt_ids=[1], sampling_params=params, ticket=ticket)
+            for i, ticket in enumerate(tickets)
+        ]
+        answers = await asyncio.wait_for(asyncio.gather(*calls), 10)
+        assert all(answer in (([], [], True), ([1], [-1.0], True), ([1], [-1.0], False)) for answer in answers)
+        return {is_cancel for _, _, is_cancel in answers}
 
     async def call(moves: Sequence[str]) -> None:
         for move in moves:
@@ -895,18 +956,23 @@ def test_the_door_and_the_engine_agree_whatever_order_callers_come_in(callers: l
                     await server.update_weights(b"broken", version + 1)
             elif move == "deep sleep":
                 await server.sleep(level=2)
+            elif move in ("request", "batch"):
+                await request(3 if move == "batch" else 1)
             else:
                 await getattr(server, move)()
 
     async def check() -> None:
         await asyncio.gather(*map(call, callers))
         if not server._closed_by:
-            assert not server.engine.paused and not server.engine.asleep
+            assert not server.engine.asleep and await request() == {False}
         assert "sleep" in server._closed_by or not server.engine.asleep
         await asyncio.gather(*map(call, [["wake_up"], ["resume"], ["update"]]))
-        assert not server._closed_by and not server.engine.paused and not server.engine.asleep
+        assert not server._closed_by and not server.engine.asleep
+        assert await request(3) == {False} and await request() == {False}
+        assert not server.engine.paused and not server.engine.inside and not server._in_flight
 
-    asyncio.run(check())
+    with no_engine():
+        asyncio.run(check())
 
 
 # ---- Noise and sampling ----------------------------------------------------------------------------------------------
