@@ -330,7 +330,9 @@ def plan(gpus: int, *argv: str) -> run_gsm8k.Plan:
 
 def test_every_part_gets_a_device() -> None:
     """None on a CPU machine; one GPU is shared; with more the trainer has the first, and Ray hands out the others."""
-    assert plan(0, "--rollout-servers", "9").engine_args == {"kv_cache_memory_bytes": 512 << 20, "enforce_eager": True}
+    on_cpu = {"kv_cache_memory_bytes": 512 << 20, "enforce_eager": True, "max_num_batched_tokens": 2048}
+    assert plan(0, "--rollout-servers", "9").engine_args == on_cpu
+    assert plan(0, "--max-num-seqs", "4096").engine_args["max_num_batched_tokens"] == 4096, "vLLM takes no less"
     one = plan(1)
     assert one.shared and one.server == {"CPU": 1} and one.engine_args["weight_transfer_config"] == {"backend": "ipc"}
     assert one.engine_args["gpu_memory_utilization"] == 0.5 and not one.engine_args["enable_sleep_mode"]

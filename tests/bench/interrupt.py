@@ -1,7 +1,7 @@
 """What does interrupting save? fit_partial beside waiting for the whole batch, on an engine in simulated time, and on vLLM.
 
     python tests/bench/interrupt.py                  # about a minute
-    python tests/bench/interrupt.py --real           # vLLM with the pocket policy: about 10 minutes
+    python tests/bench/interrupt.py --real           # vLLM with the pocket policy: about 15 minutes
 
 The loops, the pool, the agent loop and the server manager are the real ones. The engine has as many slots as a batch has
 responses; a step with n of them busy takes t0 + t1 n seconds, and a = t0 / (t0 + t1 slots) is the share that many sequences do
@@ -12,8 +12,10 @@ limit   of waiting for all: 1 + a (E[Lmax] / E[L] - 1) times an engine whose slo
 won     of what can be won: (waiting - partial) / (waiting - always full); with constant lengths the gain itself
 again   tokens prefilled a second time, in percent of those generated
 
-On vLLM 8 prompts x 4 responses of 100 tokens on average have 32 slots; t0 and t1 are measured first, syncs are real ones
-(training only waits), and lengths are forced. On a CPU a token that is prefilled again costs a fifth of one that is generated.
+On vLLM 8 prompts x 4 responses have 32 slots, syncs are real (training only waits), and lengths are forced. "An engine whose
+slots are always full" is vLLM that is given responses of the same lengths all at once, without a cut, in turns with the two
+loops; t0 and t1, for a, come from responses of the mean length. On a CPU a token that is prefilled again costs a fifth of one
+that is generated; and a cut costs 0.1 s, whatever the step takes: --mean says how much that weighs.
 
 Must reach: slots 95 % busy and 80 % won where there is a tail; with constant lengths a loss of at most 3 %.
 """
@@ -27,7 +29,7 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,12 +138,16 @@ class Case:
     mean: int = 256
     steps: int = 40
     staleness: int = 8
-    max_model_len: int = 10**7
 
     @property
     def slots(self) -> int:
         """As many as a batch has responses."""
         return self.batch * self.group
+
+    @property
+    def max_model_len(self) -> int:
+        """A prompt of one token, and the longest response."""
+        return 1 + 8 * self.mean
 
     def draw(self) -> dict[str, np.ndarray]:
         """Kinds of lengths, of all responses."""
@@ -156,10 +162,10 @@ class Case:
 
 
 async def run(
-    case: Case, loop: str, engine: Any, step_s: float, lengths: np.ndarray, sync: Callable[[int], Awaitable[None]]
+    case: Case, loop: str, engine: Any, train_s: float, lengths: np.ndarray, sync: Callable[[int], Awaitable[None]]
 ) -> tuple[float, float, float]:
-    """In the steady middle: seconds over those of an engine with all slots full, which takes `step_s` for a step; the share of
-    slots that are busy; tokens that are prefilled again for each one that is generated."""
+    """In the steady middle: seconds a generated token; the share of slots that are busy; tokens that are prefilled again for
+    each one that is generated. Training takes `train_s`, and where generation waits for it, that is left out."""
     trainer, ends = Trainer(), []
     limits = {"response_length": 8 * case.mean, "max_model_len": case.max_model_len, "eos_token_ids": [0]}
     worker = AgentLoopWorker(lambda: ForcedLength(LLMServerManager([engine]), Numbers(), **limits))
@@ -194,17 +200,23 @@ async def run(
         resume=engine.resume,
         log=lambda t, metrics, rollouts: ends.append((clock.time(), engine.busy, engine.tokens, engine.again)),
     )
-    parts.train_s = case.mean * step_s / 10
-    await (fit_sync(parts) if loop == "sync" else fit_partial(parts, batch_size=case.batch, max_staleness=case.staleness))
-    # The first steps fill the pool and the last ones drain it.
-    seconds, busy, tokens, again = np.subtract(ends[-case.staleness - 3], ends[case.staleness + 1])
-    return seconds / (tokens / case.slots * step_s), busy / seconds, again / tokens
+    parts.train_s = train_s
+    if loop == "sync":
+        await fit_sync(parts)
+        first, last = 0, case.steps - 1
+    else:
+        await fit_partial(parts, batch_size=case.batch, max_staleness=case.staleness)
+        first, last = case.staleness + 1, case.steps - case.staleness - 3  # the others fill the pool, or drain it
+    seconds, busy, tokens, again = np.subtract(ends[last], ends[first])
+    return (seconds - (last - first) * train_s * (loop == "sync")) / tokens, busy / seconds, again / tokens
 
 
-def report(name: str, a: float, case: Case, drawn: np.ndarray, results: dict[str, Any]) -> bool:
-    """Prints a line of the table; whether it misses a limit."""
+def report(
+    name: str, a: float, case: Case, drawn: np.ndarray, waiting: float, partial: float, busy: float, again: float
+) -> bool:
+    """Prints a line of the table, where times are over those of an engine whose slots are always full; whether it misses a
+    limit."""
     longest = drawn.reshape(case.steps, case.slots).max(1).mean() / drawn.mean()
-    waiting, (partial, busy, again) = results["sync"][0] - 0.1, results["partial"]  # fit_sync also waits for training
     won = (waiting - partial) / (waiting - 1) if drawn.std() else float("nan")
     shown = f"{won:.0%}" if won == won else f"{waiting / partial - 1:+.1%}"
     limit = 1 + a * (longest - 1)
@@ -219,19 +231,23 @@ def simulated() -> bool:
     case, missed = Case(), False
     for name, drawn in case.draw().items():
         for a in (0.9, 0.5, 0.1):
-            t0, t1, results = 0.02 * a, 0.02 * (1 - a) / case.slots, {}
+            t0, t1 = 0.02 * a, 0.02 * (1 - a) / case.slots
+            full = (t0 + t1 * case.slots) / case.slots
 
-            async def go(loop: str, t0: float = t0, t1: float = t1, drawn: np.ndarray = drawn) -> tuple:
+            async def go(loop: str, t0: float = t0, t1: float = t1, full: float = full, drawn: np.ndarray = drawn) -> tuple:
                 engine = Engine(t0, t1, case.slots)
                 running = asyncio.ensure_future(engine.run())
-                result = await run(case, loop, engine, t0 + t1 * case.slots, drawn, lambda version: asyncio.sleep(0))
+                train_s = case.mean * case.slots * full / 10
+                result = await run(case, loop, engine, train_s, drawn, lambda version: asyncio.sleep(0))
                 running.cancel()
                 return result
 
+            results = {}
             for loop in ("sync", "partial"):
                 with asyncio.Runner(loop_factory=FakeClockLoop) as runner:
                     results[loop] = runner.run(go(loop))
-            missed |= report(name, a, case, drawn, results)
+            partial, busy, again = results["partial"]
+            missed |= report(name, a, case, drawn, results["sync"][0] / full, partial / full, busy, again)
     return missed
 
 
@@ -264,21 +280,38 @@ class Counting(VLLMServer):
         super()._end()
 
 
-async def real() -> bool:
-    """All lengths, on vLLM. Whether a limit is missed."""
-    case, missed = Case(batch=8, group=4, mean=100, steps=40, max_model_len=1024), False
-    weights = run_gsm8k.make_trainer(run_gsm8k.Config(), str(run_gsm8k.POCKET), None, "cpu").weights()
-    options = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 1 << 30, "block_size": 32}
-    cores = sorted(os.sched_getaffinity(0))
-    server = Counting(str(run_gsm8k.POCKET), cores=cores[-1:], max_model_len=1024, max_num_seqs=case.slots, **options)
-    await server.ready()
+async def full_engine(server: VLLMServer, lengths: np.ndarray, slots: int) -> float:
+    """Seconds a token of an engine that is given all these responses at once: its slots are full while enough of them wait."""
+    ends = []
 
-    async def seconds_a_step(n: int, tokens: int = 100) -> float:
-        params = {"temperature": 1.0, "max_tokens": tokens, "ignore_eos": True}
+    async def one(i: int, length: int) -> None:
+        params = {"temperature": 1.0, "max_tokens": length, "ignore_eos": True}
+        await server.generate(f"full-{i}", prompt_ids=[3 + i % 400], sampling_params=params)
+        ends.append((time.perf_counter(), server.tokens))
+
+    await asyncio.gather(*[one(i, int(length)) for i, length in enumerate(lengths)])
+    seconds, tokens = np.subtract(ends[-2 * slots - 1], ends[2 * slots - 1])
+    return seconds / tokens
+
+
+async def real(mean: int, rounds: int) -> bool:
+    """All lengths, on vLLM. Whether a limit is missed."""
+    case, missed = Case(batch=8, group=4, mean=mean), False
+    waits = replace(case, steps=15)  # that are enough where each step is like the others
+    weights = run_gsm8k.make_trainer(run_gsm8k.Config(), str(run_gsm8k.POCKET), None, "cpu").weights()
+    options = run_gsm8k.plan_devices(run_gsm8k.Config(kv_cache_mb=1024), 0).engine_args
+    options |= {"dtype": "float32", "block_size": 32}
+    options |= {"max_model_len": case.max_model_len, "hf_overrides": {"max_position_embeddings": case.max_model_len}}
+    cores = sorted(os.sched_getaffinity(0))
+    server = Counting(str(run_gsm8k.POCKET), cores=cores[-1:], max_num_seqs=case.slots, **options)
+    await server.ready()
+    sync = functools.partial(server.update_weights, weights)
+
+    async def seconds_a_step(n: int) -> float:
+        params = {"temperature": 1.0, "max_tokens": mean, "ignore_eos": True}
         start = time.perf_counter()
-        requests = [server.generate(f"{n}-{i}", prompt_ids=[3 + i], sampling_params=params) for i in range(n)]
-        await asyncio.gather(*requests)
-        return (time.perf_counter() - start) / tokens
+        await asyncio.gather(*[server.generate(f"{i}", prompt_ids=[3 + i], sampling_params=params) for i in range(n)])
+        return (time.perf_counter() - start) / mean
 
     counts = [1, case.slots // 2, case.slots] * 4
     times = [await seconds_a_step(n) for n in counts][3:]
@@ -288,10 +321,15 @@ async def real() -> bool:
         f"vLLM: t0 {t0 * 1e3:.2f} ms, t1 {t1 * 1e3:.3f} ms, {step_s * 1e3:.2f} ms with {case.slots} sequences", file=sys.stderr
     )
     for name, drawn in case.draw().items():
-        results = {}
-        for loop in ("sync", "partial"):
-            results[loop] = await run(case, loop, server, step_s, drawn, functools.partial(server.update_weights, weights))
-        missed |= report(f"{name}, vLLM", t0 / step_s, case, drawn, results)
+        shown = []
+        for number in range(rounds):
+            full = await full_engine(server, drawn[: 12 * case.slots], case.slots)
+            train_s = full * case.slots * mean / 10
+            waiting, _, _ = await run(waits, "sync", server, train_s, drawn, sync)
+            partial, busy, again = await run(case, "partial", server, train_s, drawn, sync)
+            shown.append((waiting / full, partial / full, busy, again))
+            print(f"round {number}, {name}: {full * 1e6:.0f} us, " + " ".join(f"{x:.2f}" for x in shown[-1]), file=sys.stderr)
+        missed |= report(name, t0 / step_s, case, drawn, *np.median(shown, axis=0))
     await server.shutdown()
     return missed
 
@@ -300,11 +338,13 @@ def main() -> int:
     """The command; exit status 1 where a limit is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--real", action="store_true", help="vLLM in place of the simulation")
+    parser.add_argument("--mean", type=int, default=256, help="on vLLM: tokens of a response, on average")
+    parser.add_argument("--rounds", type=int, default=3, help="on vLLM: the median of so many")
     args = parser.parse_args()
     print("| lengths | a | limit of waiting | waiting | partial | won | slots busy | again |\n" + "|---" * 8 + "|")
     if args.real:
         run_gsm8k.quiet_libraries(verbose=False)
-        return int(asyncio.run(real()))
+        return int(asyncio.run(real(args.mean, args.rounds)))
     return int(simulated())
 
 
