@@ -458,8 +458,8 @@ class VLLMServer:
     model        folder or hub name, as vLLM takes it
     seed, rank   the run's seed and this replica's number. Seam: engines with equal seeds would draw the same noise for
                  requests that bring no seed of their own, and fill a group with twins
-    cores        CPU cores for this process and the engine's: with more threads than free cores, decoding is 15 times
-                 slower. None leaves them as they are (a GPU machine)
+    cores        CPU cores for the engine's process, a thread for each: with more threads than free cores, decoding is 15
+                 times slower. None leaves it where it is (a GPU machine)
     exit_when_dead    whether this process ends when its engine has died. As an actor with max_restarts it is then started
                  again, and with max_task_retries its requests are sent again, each with the tokens it was sent with
     wait_for_weights  asked at the start; if it says True, requests wait for the first `update_weights`. For an actor that was
@@ -537,7 +537,8 @@ class VLLMServer:
         gc.collect()
         gc.freeze()  # what vLLM has imported stays; to look through it for garbage took 0.35 s in every tenth batch of 128
         if self.cores is not None:  # only now: while everything is being imported, any core will do
-            pin_process(self.cores)
+            # The engine alone. This process works when the engine's step is over, on whichever core has nothing to do: pinned
+            # beside the engine it would hold up the next step, which made a step of fit_sync a tenth longer.
             await self.engine.collective_rpc("pin", args=(list(self.cores),))
         return (await self.engine.collective_rpc("describe"))[0]
 

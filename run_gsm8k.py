@@ -687,24 +687,20 @@ def check_companions() -> None:
 
 
 def split_cores() -> tuple[list[int], list[int]]:
-    """(the trainer's cores, the rollouts' cores): half each, or the same one twice where there is only one."""
+    """(the trainer's cores, the engines' cores): half each, or the same one twice where there is only one."""
     cores = sorted(os.sched_getaffinity(0))
     half = (len(cores) + 1) // 2
     return cores[:half], cores[half:] or cores
 
 
-def make_agent_loop(
-    loop: str, model: str, servers: list[str], cores: list[int] | None, eos_token_ids: list[int], lengths: dict[str, int]
-) -> Any:
+def make_agent_loop(loop: str, model: str, servers: list[str], eos_token_ids: list[int], lengths: dict[str, int]) -> Any:
     """Called inside each AgentLoopWorker: an agent loop with its own tokenizer and its own view of the servers, by name."""
     import ray
     from transformers import AutoTokenizer
 
-    from partial_rollout import LLMServerManager, get_agent_loop, pin_process
+    from partial_rollout import LLMServerManager, get_agent_loop
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    if cores:
-        pin_process(cores)
     manager = LLMServerManager([ray.get_actor(name) for name in servers])
     return get_agent_loop(loop)(manager, tokenizer, eos_token_ids=eos_token_ids, **lengths)
 
@@ -836,7 +832,7 @@ def check_prompts(problems: PocketProblems | GSM8K, tokenizer: Any, config: Conf
 class Plan:
     """Which device each part gets.
 
-    Without a GPU the trainer has half of the cores and the servers the others. With enough of them the trainer's first process
+    Without a GPU the trainer has half of the cores and the engines the others. With enough of them the trainer's first process
     has the first GPU, and Ray gives the others to servers and trainer workers. With one, trainer and server share it.
     """
 
@@ -1284,7 +1280,7 @@ class Run:
 
         # The workers come last: until here the cores were busy with what takes longest, the import of vLLM.
         loop = "partial_single_turn_agent" if config.mode == "partial" else "single_turn_agent"
-        make_loop = functools.partial(make_agent_loop, loop, source, names, rollout_cores, self.eos_token_ids, self.lengths)
+        make_loop = functools.partial(make_agent_loop, loop, source, names, self.eos_token_ids, self.lengths)
         worker_actor = ray.remote(num_cpus=0, scheduling_strategy="SPREAD", **options)(AgentLoopWorker)
         workers = [worker_actor.remote(make_loop) for _ in range(config.workers)]
         self.actors += workers

@@ -15,11 +15,14 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import run_gsm8k  # noqa: E402
+from one_step_off import AgentLoopManager, AgentLoopWorker  # noqa: E402
+from partial_rollout import VLLMServer, pin_process  # noqa: E402
 
 REQUESTS, TOKENS = 128, 128
 OPTIONS = {
@@ -31,6 +34,22 @@ OPTIONS = {
 }
 
 
+class OnOneCore(VLLMServer):
+    """A server that shares the core with its engine."""
+
+    async def ready(self) -> dict[str, Any]:
+        """As always."""
+        facts = await super().ready()
+        pin_process(self.cores)
+        return facts
+
+
+def make_agent_loop(core: int, *args: Any) -> Any:
+    """As always, on that core too."""
+    pin_process([core])
+    return run_gsm8k.make_agent_loop(*args)
+
+
 class Bare:
     """vLLM's LLM in this process, with vLLM's own sampler."""
 
@@ -38,8 +57,6 @@ class Bare:
         os.sched_setaffinity(0, [core])
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm import LLM
-
-        from partial_rollout import pin_process
 
         self.llm = LLM(model, max_num_seqs=max_num_seqs, disable_log_stats=True, **OPTIONS)
         pin_process([core])
@@ -68,9 +85,6 @@ def main() -> int:
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
     import ray
 
-    from one_step_off import AgentLoopManager, AgentLoopWorker
-    from partial_rollout import VLLMServer
-
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     problems, missed = run_gsm8k.PocketProblems().train(0, 0, REQUESTS), False
     prompts = run_gsm8k.make_prompts(problems, "bench", 1, 0, temperature=1.0, ignore_eos=True)
@@ -79,11 +93,11 @@ def main() -> int:
     print("| at once | LLM.generate, tokens/s | ours, tokens/s | ours / LLM.generate (lowest, highest) |\n|---|---|---|---|")
     for at_once in (32, 128):
         bare = ray.remote(num_cpus=0)(Bare).remote(args.model, core, at_once)
-        actor = ray.remote(num_cpus=0, max_concurrency=1000)(VLLMServer)
+        actor = ray.remote(num_cpus=0, max_concurrency=1000)(OnOneCore)
         server = actor.options(name=f"server-{at_once}").remote(args.model, cores=[core], max_num_seqs=at_once, **OPTIONS)
         ray.get(server.ready.remote())
         make = functools.partial(
-            run_gsm8k.make_agent_loop, "single_turn_agent", args.model, [f"server-{at_once}"], [core], eos_token_ids, lengths
+            make_agent_loop, core, "single_turn_agent", args.model, [f"server-{at_once}"], eos_token_ids, lengths
         )
         manager = AgentLoopManager([ray.remote(num_cpus=0, max_concurrency=1000)(AgentLoopWorker).remote(make)])
         bares, ours = [], []

@@ -57,8 +57,6 @@ class Bench:
             )
         for server in self.servers.values():
             await server.ready()
-        for thread in os.listdir("/proc/self/task"):  # ready() pinned this process, too
-            os.sched_setaffinity(int(thread), cores)
 
     async def respond(self, i: int, temperature: float, servers: Sequence[VLLMServer], cuts: Sequence[int] = ()) -> Any:
         """Response i, cut after so many tokens, each piece from the next of `servers`.
