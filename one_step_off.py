@@ -5,7 +5,7 @@
 
     one step off   rollouts  | gen 0 | gen 1   | gen 2   | gen 3   |
                    trainer           | train 0 | train 1 | train 2 |
-                                     ^ sync    ^ sync    ^ sync      (weights move while nothing is in flight)
+                             ^ sync            ^ sync    ^ sync      (weights move while nothing is in flight)
 
 A step costs max(T_gen, T_train) in place of T_gen + T_train. The price: batch t+1 is sampled by the policy from before
 update t, so each batch but the first is trained exactly one version late. PPO's ratio corrects for that, because every
@@ -338,7 +338,7 @@ class AgentLoopManager:
         """Starts the work on every worker. Nothing here waits."""
         prompts = prompts.with_columns(index=np.arange(len(prompts)))
         prompts.meta_info |= {"batch_id": next(self._batches), "batch_size": len(prompts)}
-        # An empty batch still goes to a worker: it comes back with the columns of a full one.
+        # An empty batch still goes to a worker: it comes back with the columns of tokens.
         chunks = prompts.chunk(len(self.agent_loop_workers)) or [prompts]
         return [_Call(i, chunk, self._submit(i, chunk)) for i, chunk in enumerate(chunks)]
 

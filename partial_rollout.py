@@ -166,10 +166,7 @@ def check_resumable(sampling_params: Mapping[str, Any]) -> None:
     for name, value in sampling_params.items():
         if name in RESUMABLE or (name in NEUTRAL and value in (NEUTRAL[name], None, [])):
             continue
-        raise ValueError(
-            f"{name}={value!r} cannot be resumed: the engine would forget its state at the cut. "
-            f'Leave it out, or use the agent loop "single_turn_agent", which is never cut'
-        )
+        raise ValueError(f"{name}={value!r} cannot be resumed: the engine would forget its state at the cut. Leave it out")
 
 
 def response_budget(prompt_length: int, response_length: int, max_model_len: int) -> int:
@@ -260,7 +257,7 @@ def get_agent_loop(name: str) -> type[AgentLoopBase]:
 class AgentLoopBase:
     """What every loop needs: servers to ask, a tokenizer, and the limits.
 
-    `server_manager` has the two coroutines of `LLMServerManager`; `tokenizer` is a Hugging Face tokenizer with a chat
+    `server_manager` has the coroutine of `LLMServerManager`; `tokenizer` is a Hugging Face tokenizer with a chat
     template. `response_length` bounds a whole response and `max_model_len` prompt + response, both in tokens.
     Seam: `eos_token_ids` are *all* the ids that end a response. A model may have several, and where pad is one of them a mask
     made from `token == pad` would lose the EOS its gradient. Masks come from lengths.
@@ -326,7 +323,7 @@ class PartialSingleTurnAgentLoop(AgentLoopBase):
         Raises ValueError for parameters that cannot be resumed, and for a prompt that leaves no room for an answer.
         """
         if output is None and "response_ids" in sample:
-            output = AgentLoopOutput.from_sample(sample)
+            output = AgentLoopOutput.from_sample({**sample, "request_id": request_id or ""})
         if output is not None and not output.is_cancel:
             return output
         check_resumable(sampling_params)
@@ -387,6 +384,7 @@ class SingleTurnAgentLoop(PartialSingleTurnAgentLoop):
 
 class LLMServerManager:
     """Spreads requests over servers: fewest in flight first, and a resumed request back to where its prefix may be cached.
+    Those with a ticket, as the requests of run_gsm8k.py have, are dealt out in turn.
 
     `servers` have the coroutines of `VLLMServer`, as Ray actor handles or as plain objects.
     """
@@ -466,7 +464,8 @@ class VLLMServer:
                  started again: what it has loaded are the weights of the beginning
     engine_args  anything else that vllm.AsyncEngineArgs knows: dtype, max_model_len, tensor_parallel_size, ...
 
-    All methods are safe to call in any order and from several callers; cancel, resume and update_weights may be repeated.
+    All methods are safe to call in any order and from several callers; cancel, resume and update_weights may be repeated. On a
+    GPU that sleeps, `wake_up` goes before `update_weights`: there is no memory to load them into.
     """
 
     def __init__(
@@ -587,7 +586,7 @@ class VLLMServer:
         those of the distribution that was sampled, in nats, one per token.
         A request that finds the door closed, or other weights than `param_version`, gets ([], [], True) at once and
         leaves nothing behind. `ticket` (batch, index, size) makes it wait for the other requests of its batch, which
-        then go in together, by index: see `_take_batch`.
+        then go in together, by index: see `_take_batch`. Raises RuntimeError where vLLM ends it by an error.
         """
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -595,7 +594,8 @@ class VLLMServer:
         seed = params.pop("seed", None)
         # Seam: never vLLM's own `seed`. It starts a generator for the request, so a resumed one would draw the noise of its
         # first tokens again; on a CPU it also kills the engine when a prefill is chunked.
-        noise_seed = self._own_seeds.getrandbits(63) if seed is None else int(seed)
+        # As in vLLM -1 is none at all; the rest of what Python takes for an int must fit into the engine's 64 bits.
+        noise_seed = self._own_seeds.getrandbits(63) if seed in (None, -1) else int(seed) % 2**64
         params |= {"logprobs": 0, "prompt_logprobs": None, "flat_logprobs": True, "detokenize": bool(params.get("stop"))}
         row = self._logprobs.take_row(len(prompt_ids), params.get("max_tokens"))
         try:
@@ -605,6 +605,8 @@ class VLLMServer:
             if output is None:
                 return [], [], True
             (completion,) = output.outputs
+            if completion.finish_reason not in ("stop", "length", "abort"):
+                raise RuntimeError(f"request {request_id}: vLLM ended it with finish_reason={completion.finish_reason!r}")
             # Seam: copied, since the engine's own lists are its to change.
             token_ids, logprobs = list(completion.token_ids), list(completion.logprobs.logprobs)
             logprobs = logprobs or self._logprobs.read(row, len(prompt_ids), len(token_ids))
@@ -631,22 +633,25 @@ class VLLMServer:
 
         await self._has_weights.wait()
         await self._install_sampler()
-        if ticket is None:
-            async with self._door:
-                outputs = await put_in()
-                await self._go_on()
-        else:
-            outputs = await self._take_batch(ticket, put_in)
-        if outputs is None:
-            return None
-        self._begin()
+        outputs = None
         try:
-            return outputs.get_nowait() or await outputs.get()
-        except asyncio.CancelledError:  # our caller is gone: so the engine need not go on
-            await self.engine.abort(outputs.request_id, internal=True)
+            if ticket is None:
+                async with self._door:
+                    outputs = await put_in()
+                    await self._go_on()
+            else:
+                outputs = await self._take_batch(ticket, put_in)
+            if outputs is None:
+                return None
+            self._begin()
+            try:
+                return outputs.get_nowait() or await outputs.get()
+            finally:
+                self._end()
+        except asyncio.CancelledError:  # our caller is gone: so the engine must not go on, into a row that is someone else's
+            if outputs is not None:
+                await self.engine.abort(outputs.request_id, internal=True)
             raise
-        finally:
-            self._end()
 
     def _begin(self) -> None:
         if self._in_flight == 0:
@@ -678,16 +683,21 @@ class VLLMServer:
             waiting.append((index, put_in, entered))
         try:
             if len(waiting) == size:
-                await asyncio.shield(self._enter_together(batch))  # the others count on it, whatever becomes of our caller
-            elif not (await asyncio.wait([entered], timeout=patience_s))[0]:
+                # The others count on it, whatever becomes of our caller.
+                await asyncio.shield(self._enter_together(self._batches.pop(batch)))
+            elif not (await asyncio.wait([entered], timeout=patience_s))[0] and self._batches.get(batch) is waiting:
+                # The first whose patience ends takes all of them in; to the others, whose patience ends too, they are gone.
                 logger.warning("%d of %d requests of a batch arrived within %g s; they start", len(waiting), size, patience_s)
-                await asyncio.shield(self._enter_together(batch))
+                await asyncio.shield(self._enter_together(self._batches.pop(batch)))
             return await entered
+        except asyncio.CancelledError:
+            if entered.done() and not entered.cancelled() and not entered.exception() and entered.result() is not None:
+                await self.engine.abort(entered.result().request_id, internal=True)  # it is in, and our caller is gone
+            raise
         finally:
             entered.cancel()  # a caller that gave up meanwhile is not put in; else a no-op
 
-    async def _enter_together(self, batch: Any) -> None:
-        waiting = self._batches.pop(batch, [])
+    async def _enter_together(self, waiting: list[tuple[int, Callable, asyncio.Future]]) -> None:
         async with self._door:
             try:
                 if not self._closed_by and not self._paused:

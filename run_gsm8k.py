@@ -27,6 +27,7 @@ import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
+import fcntl
 import functools
 import getpass
 import hashlib
@@ -36,6 +37,7 @@ import math
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -195,19 +197,10 @@ def parse_config(argv: Sequence[str]) -> tuple[Config, str]:
                 flag, type=kind, choices=choices, metavar=metavar, default=None, help=f.metadata["help"] + shown, **more
             )
     given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
-
-    saved: dict[str, Any] = {}
-    if given.get("resume"):
-        folder = Path(given.get("out", Config.out)) / given.get("name", "")
-        if "name" not in given or not (folder / "config.json").exists():
-            raise UsageError(f"nothing to resume: {folder} has no config.json; give the run with --name")
-        saved = json.loads((folder / "config.json").read_text())
-        for name in ("mode", "model", "data", "seed", "batch_size", "group_size"):
-            if given.get(name, saved[name]) != saved[name]:
-                flag = f"--{name.replace('_', '-')}"
-                raise UsageError(
-                    f"{flag} {given[name]}: {folder} was begun with {saved[name]}; leave {flag} out, or start anew"
-                )
+    for name in ("model", "data"):  # a folder by its full name: Ray's workers are elsewhere, and a run is resumed from anywhere
+        if given.get(name) and Path(given[name]).is_dir() and (name, given[name]) != ("data", "pocket"):
+            given[name] = str(Path(given[name]).resolve())
+    saved = read_saved_config(given) if given.get("resume") else {}
     preset = given.get("preset") or saved.get("preset") or "auto"
     why = "chosen by --preset"
     if preset == "auto":
@@ -218,6 +211,31 @@ def parse_config(argv: Sequence[str]) -> tuple[Config, str]:
     config = Config(**{**PRESETS[preset], **saved, **given, "preset": preset})
     check_config(config)
     return config, f"preset {preset}: {why}"
+
+
+def read_saved_config(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The knobs that the run of --name was begun with. Raises UsageError where there are none, and for a flag in `given` that
+    would make another run of it."""
+    out = given.get("out", Config.out)
+    folder = Path(out) / given.get("name", "")
+    file = folder / "config.json"
+    if "name" not in given or not file.exists():
+        raise UsageError(f"nothing to resume: {folder} has no config.json; give the run with --name")
+    try:
+        saved = dict(json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"cannot read {file} ({error}): start anew with another --name") from error
+    if differing := saved.keys() ^ {f.name for f in dataclasses.fields(Config)}:
+        raise UsageError(
+            f"{file} is of another version of this program, by {', '.join(sorted(differing))}: resume with that version, or "
+            f"start anew with another --name"
+        )
+    for name in ("mode", "model", "data", "seed", "batch_size", "group_size", "temperature"):
+        moved = name in ("model", "data") and saved[name].startswith("/") and not Path(saved[name]).exists()
+        if given.get(name, saved[name]) != saved[name] and not moved:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} {given[name]}: {folder} was begun with {saved[name]}; leave {flag} out, or start anew")
+    return saved | {"out": out}  # the folder itself may have moved, too
 
 
 def to_argv(config: Config) -> list[str]:
@@ -254,6 +272,10 @@ def check_config(config: Config) -> None:
         raise UsageError(f"--report-to {config.report_to}: it is not installed here; pip install {config.report_to}")
     if config.eval_only and not config.eval_problems:
         raise UsageError("--eval-only with --eval-problems 0: give at least 1")
+    if config.eval_every and not config.eval_problems:
+        raise UsageError(f"--eval-every {config.eval_every} with --eval-problems 0: give at least 1 problem, or leave it out")
+    if config.compare and config.colocate:
+        raise UsageError("--compare runs all three loops, and --colocate only sync: leave one of them out")
     if config.compare and config.eval_only:
         raise UsageError("--compare trains, and --eval-only does not: leave one of them out")
     if config.compare and config.resume:
@@ -407,7 +429,7 @@ def _shuffled(n: int, seed: str) -> list[int]:
 def load_gsm8k(path: Path) -> list[Problem]:
     """Reads one of GSM8K's files. Raises UsageError, with file and line, for anything that is not a problem."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines also splits at U+2028, which JSON may have in a text
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {path}: {error}; --data takes a folder with train.jsonl and test.jsonl") from error
     problems = []
@@ -882,6 +904,16 @@ def check_ray_address(address: str) -> None:
         ) from error
 
 
+def check_temporary_folder(ray_address: str) -> None:
+    """Raises UsageError where Ray's sockets would have names that are too long for the kernel, which takes 107 characters."""
+    folder, most = tempfile.gettempdir(), 30  # what comes after it: /ray-XXXXXXXX/session_DATE_TIME_PID/sockets/plasma_store
+    if not ray_address and len(folder) > most:
+        raise UsageError(
+            f"TMPDIR={folder}: Ray's sockets there would have too long names; set TMPDIR to a folder of at most {most} "
+            f"characters, such as /tmp"
+        )
+
+
 def start_ray(config: Config, temporary: str, hide_gpus: int = 0) -> None:
     """Joins the cluster at --ray-address; or starts a Ray of our own on this machine, reachable from nowhere else.
 
@@ -1169,10 +1201,11 @@ class Run:
         self.tmpdir: str | None = None  # what the environment said before
         self.syncing = asyncio.Lock()  # held while weights go out
         self.transfer: GPUTransfer | None = None
+        self.locked: int | None = None  # an open file, while this run has its folder for itself
         check_ray_address(config.ray_address)
+        check_temporary_folder(config.ray_address)
         self.plan = plan_devices(config, count_gpus())
         self.problems = load_problems(config.data)
-        check_model_path(config.model)
         name = config.name or time.strftime(f"%Y%m%d-%H%M%S-{config.preset}-{config.mode}-seed{config.seed}")
         self.folder = Path(config.out) / name
         if self.folder.exists() and not config.resume and any(self.folder.iterdir()):
@@ -1189,8 +1222,10 @@ class Run:
 
             self.resume_from = newest_checkpoint(self.checkpoints.resolve(), say)  # workers have other working directories
         self.first_step = json.loads((self.resume_from / "state.json").read_text())["step"] if self.resume_from else 0
-        if Path(config.model).is_dir():
-            config.model = str(Path(config.model).resolve())
+        if config.steps < self.first_step:
+            raise UsageError(f"--steps {config.steps}: {self.resume_from} has {self.first_step} of them already; give more")
+        if not self.resume_from or config.kl_coef:  # else the checkpoint has all that is needed
+            check_model_path(config.model)
         self.source = str(self.resume_from or config.model)
         self.lengths = model_lengths(self.source, config)
 
@@ -1203,12 +1238,24 @@ class Run:
     def _make_folder(self) -> None:
         config, folder = self.config, self.folder
         try:
-            if not folder.exists():
-                folder.mkdir(parents=True)  # fails where another run has made it meanwhile
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock_folder()
+            if not config.resume and any(folder.iterdir()):
+                raise UsageError(f"{folder} exists already: another run has made it meanwhile; choose another --name")
             saved = dataclasses.asdict(config) | {"resume": False}
-            (folder / "config.json").write_text(json.dumps(saved, indent=1) + "\n")
+            write_whole(folder / "config.json", json.dumps(saved, indent=1) + "\n")
         except OSError as error:
             raise UsageError(f"cannot write to {folder} ({error.strerror}): choose another folder with --out") from error
+
+    def _lock_folder(self) -> None:
+        """Two runs would write the same files. The kernel takes the lock away when this process ends, in whatever way."""
+        self.locked = os.open(self.folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self.locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"{self.folder} is in use by another run: wait for its end, or choose another --name") from None
+        except OSError:
+            pass  # a file system without locks
 
     # -- start
 
@@ -1242,7 +1289,7 @@ class Run:
         more_trainers = 0 if config.eval_only else config.trainer_workers - 1
         places = reserve([plan.trainer] * more_trainers + [plan.server] * config.rollout_servers)
         # An actor that dies is started again by Ray, which then sends its requests again, with the tokens they came with.
-        options = {"max_concurrency": 4096, "max_restarts": MAX_RESTARTS}
+        options = {"max_concurrency": 2**16, "max_restarts": MAX_RESTARTS}  # a cancel must not wait behind the requests
         server_actor = ray.remote(max_task_retries=-1, **options)(VLLMServer)
         names = [f"{self.folder.name}-{uuid4().hex}-server-{rank}" for rank in range(config.rollout_servers)]
         self.servers = [
@@ -1358,8 +1405,9 @@ class Run:
 
     def generate_groups(self, groups: Sequence[Any]) -> list[Awaitable[Any]]:
         """Starts each of the groups, or resumes it, at the version that the servers have."""
-        for group in groups:
+        for group in groups:  # a group out of a checkpoint has only its columns
             group.meta_info["param_version"] = self.trainer.param_version
+            group.meta_info["sampling_params"] = {"temperature": self.config.temperature}
         return self.manager.generate_groups(groups)
 
     @staticmethod
@@ -1420,7 +1468,7 @@ class Run:
                 ping = asyncio.wrap_future(server.ping.options(max_task_retries=0).remote().future())
                 await asyncio.wait({death, ping}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
                 if not ping.done() and not death.done():
-                    return self._kill_silent(i, limit_s)
+                    return self._kill(i, f"did not answer within {limit_s:g} s")
                 await asyncio.wait({death}, timeout=period_s)
         finally:
             death.cancel()
@@ -1429,6 +1477,8 @@ class Run:
 
     async def _bring_back(self, i: int) -> bool:
         """Waits until server i is up again and gives it the weights, unless a sync that was going on has. False if it hangs."""
+        import ray
+
         server, limit_s = self.servers[i], self.config.server_timeout_s
         self.transfer = None  # its group has lost a member: from now on weights go through the object store
         try:
@@ -1436,15 +1486,18 @@ class Run:
             async with self.syncing:
                 if await asyncio.wait_for(server.ping.remote(), limit_s):
                     await asyncio.wait_for(server.update_weights.remote(self.weights, self.weights_version), limit_s)
-        except TimeoutError:
-            self._kill_silent(i, limit_s)
+        except ray.exceptions.RayActorError:
+            raise
+        except Exception as error:  # its requests would wait for the weights until --timeout-s
+            why = [line for line in str(error).splitlines() if line.strip()] or [f"did not answer within {limit_s:g} s"]
+            self._kill(i, f"cannot be brought back ({why[-1].strip()})")
             return False
         return True
 
-    def _kill_silent(self, i: int, limit_s: float) -> None:
+    def _kill(self, i: int, why: str) -> None:
         import ray
 
-        say(f"vLLM server {i} did not answer within {limit_s:g} s; it is killed and started again")
+        say(f"vLLM server {i} {why}; it is killed and started again")
         ray.kill(self.servers[i], no_restart=False)
 
     async def held_out(self) -> dict[str, float]:
@@ -1542,9 +1595,9 @@ class Run:
         await self.sync()
         before_file = self.folder / "before.json"  # a resumed run has no weights to measure this with any more
         before = json.loads(before_file.read_text()) if before_file.exists() else None
-        if before is None and config.eval_problems:
+        if before is None and config.eval_problems and not self.first_step:
             before = await self.held_out()
-            before_file.write_text(json.dumps(before))
+            write_whole(before_file, json.dumps(before))
             say(f"before     {before['accuracy']:.3f} of {len(self.test_prompts)} held-out problems answered correctly")
         self.bar = Progress(config.steps, self.first_step)
         self.tracker = Tracker(config.report_to, self.folder, config)
@@ -1587,15 +1640,13 @@ class Run:
             if path.exists():
                 whole = [line for line in path.read_text().splitlines() if line.endswith("}")]  # a kill may cut the last
                 lines = [line for line in whole if json.loads(line)["step"] < step]
-                aside = path.with_suffix(".tmp")
-                aside.write_text("".join(line + "\n" for line in lines))
-                aside.replace(path)
+                write_whole(path, "".join(line + "\n" for line in lines))
                 if name == "metrics.jsonl":
                     self.rows = [json.loads(line) for line in lines]
                     self.seconds_before = self.rows[-1]["time/seconds"] if self.rows else 0.0
 
     def close(self) -> None:
-        """Ends every process that this run started. Idempotent."""
+        """Ends every process that this run started, and lets its folder go. Idempotent."""
         if "ray" in sys.modules:
             import ray
 
@@ -1611,6 +1662,20 @@ class Run:
             if self.tmpdir is not None:
                 os.environ["TMPDIR"] = self.tmpdir
             shutil.rmtree(self.temporary, ignore_errors=True)
+        if self.locked is not None:
+            os.close(self.locked)
+            self.locked = None
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a text file aside and renames it: whoever reads it, after whatever end of this process, finds it whole."""
+    aside = path.with_name(path.name + ".tmp")
+    try:
+        aside.write_text(text)
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def wilson_interval(right: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
@@ -1876,14 +1941,16 @@ def summarize(run: Run, result: dict[str, Any]) -> None:
         sum(row[f"time/{name}_s"] for row in steady) / len(steady) for name in ("step", "generate", "train", "sync")
     )
     result |= {"seconds": time.perf_counter() - run.started, "step_s": step, "overlap_efficiency": max(generate, train) / step}
-    (run.folder / "summary.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_whole(run.folder / "summary.json", json.dumps(result, indent=1) + "\n")
+    (run.folder / "error.txt").unlink(missing_ok=True)  # of a launch that this one has mended
     say("")
-    if result["after"] is not None:
-        counted = f"({len(run.test_prompts)} problems, greedy)"
-        before, after = result["before"], result["after"]
-        say(f"held-out accuracy  {before['accuracy']:.3f} before, {after['accuracy']:.3f} after {counted}")
-        if min(before["answered"], after["answered"]) < 1:
-            say(f"with a #### number {before['answered']:.3f} before, {after['answered']:.3f} after")
+    measured = {when: result[when] for when in ("before", "after") if result[when] is not None}
+    if measured:
+        accuracies = ", ".join(f"{figures['accuracy']:.3f} {when}" for when, figures in measured.items())
+        say(f"held-out accuracy  {accuracies} ({len(run.test_prompts)} problems, greedy)")
+        if min(figures["answered"] for figures in measured.values()) < 1:
+            answered = ", ".join(f"{figures['answered']:.3f} {when}" for when, figures in measured.items())
+            say(f"with a #### number {answered}")
     first, last = (row["response_length/mean"] for row in (rows[0], rows[-1]))
     say(f"response length    {first:.0f} tokens in the first step, {last:.0f} in the last")
     say(
@@ -1899,21 +1966,28 @@ def summarize(run: Run, result: dict[str, Any]) -> None:
 
 
 def describe_failure(run: Run, error: Exception) -> str:
-    """One line: what went wrong, where its traceback is, and how to go on. Writes the traceback, if the disk takes it."""
+    """One line: what went wrong, where its traceback is, and how to go on. Writes the traceback, if the disk takes it, and if
+    the run has a folder."""
     said = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     # Of an actor that died in its constructor Ray says so first, and why at the end of a traceback.
     line = f"error: {said[0]}{f' {said[-1]}' if 'error raised in its creation task' in said[0] else ''}"
     try:
-        file = run.folder / "error.txt"
-        file.write_text("".join(traceback.format_exception(error)))
-        line += f"; traceback in {file}"
+        if run.locked is None:
+            line += "; --verbose shows its traceback"
+        else:
+            file = run.folder / "error.txt"
+            file.write_text("".join(traceback.format_exception(error)))
+            line += f"; traceback in {file}"
     except OSError:
         pass
+    config = run.config
     if isinstance(error, FloatingPointError):  # it would happen again
-        newest = max(run.checkpoints.glob("step_*"), default=run.config.model)
-        return f"{line}; lower --learning-rate, and start from {newest} with --model"
+        newest = max(run.checkpoints.glob("step_*"), default=config.model)
+        argv = ["--preset", config.preset, "--model", str(newest), "--data", config.data]
+        return f"{line}; lower --learning-rate, and start from the newest checkpoint with {shlex.join(argv)}"
     if run.checkpoints.is_dir() and any(run.checkpoints.glob("step_*")):
-        line += f"; go on from the newest checkpoint with --out {run.config.out} --name {run.folder.name} --resume"
+        argv = ["--out", config.out, "--name", os.path.relpath(run.folder, config.out), "--resume"]
+        line += f"; go on from the newest checkpoint with {shlex.join(argv)}"
     return line
 
 
@@ -1979,7 +2053,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 compare(config, interrupts.heard)
                 return 0
             run = Run(config)
-            if run.first_step >= config.steps and (run.folder / "summary.json").exists():
+            if run.first_step >= config.steps and (run.folder / "summary.json").exists() and not config.eval_only:
                 say(f"nothing left to do: {run.resume_from} is the end of {config.steps} steps")
                 return 0
             if config.resume:
@@ -2002,7 +2076,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("interrupted", file=sys.stderr)
             return 130
         except Exception as error:
-            if run is None or not run.folder.is_dir():
+            if run is None or (run.locked is None and config.verbose):
                 raise
             print(describe_failure(run, error), file=sys.stderr)
             return 1

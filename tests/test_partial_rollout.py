@@ -391,7 +391,7 @@ def test_a_parameter_whose_state_would_be_lost_is_refused_before_anything_is_gen
     """The error names parameter, value and way out; no request is made, not even the first."""
     manager = Answers()
     (name,) = params
-    with pytest.raises(ValueError, match=f"{name}=.* cannot be resumed.*single_turn_agent"):
+    with pytest.raises(ValueError, match=f"{name}=.* cannot be resumed.*Leave it out"):
         run(manager, params, output=output)
     assert not manager.requests
 
@@ -456,6 +456,9 @@ def test_a_response_that_comes_back_as_a_sample_of_a_batch_is_known_to_its_serve
     assert run(manager, {}, output=again).response_ids == [97, 98, 256]
     first, second = manager.requests
     assert first["request_id"] == second["request_id"]
+    loop = PartialSingleTurnAgentLoop(manager, Bytes(), response_length=10, max_model_len=100, eos_token_ids=EOS)
+    finished = sample | {"stop_reason": "stop", "raw_prompt": []}
+    assert asyncio.run(loop.run({}, **finished)).request_id == output.request_id, "handed in again, it keeps its name"
 
 
 def test_a_prompt_that_leaves_no_room_is_refused_with_the_numbers() -> None:
@@ -885,6 +888,77 @@ def test_weights_of_another_size_leave_a_file_of_that_size() -> None:
                 assert Path(f"/proc/self/fd/{server._weights_file}").read_bytes() == weights
 
     asyncio.run(check())
+
+
+def test_an_incomplete_batch_goes_in_once(caplog: pytest.LogCaptureFixture) -> None:
+    """However many wait for the member that never comes: one warning, one pause. Each used to make its own."""
+    with no_engine():
+        server = VLLMServer("model")
+    pauses, pause = [], server.engine.pause_generation
+    server.engine.pause_generation = lambda **more: pauses.append(more) or pause(**more)
+    take = server._take_batch
+    server._take_batch = lambda ticket, put_in: take(ticket, put_in, patience_s=0.05)
+
+    async def check() -> list[Any]:
+        calls = [ask_server(server, ("batch", i, 9)) for i in range(8)]
+        return await asyncio.wait_for(asyncio.gather(*calls), 10)
+
+    assert asyncio.run(check()) == [([1], [-1.0], False)] * 8
+    said = [record.message for record in caplog.records if record.name == "partial_rollout"]
+    assert said == ["8 of 9 requests of a batch arrived within 0.05 s; they start"] and len(pauses) == 1
+
+
+def ask_server(server: VLLMServer, ticket: Any) -> Any:
+    return server.generate_for_partial(f"r{ticket}", prompt_ids=[1], sampling_params={"max_tokens": 9}, ticket=ticket)
+
+
+@given(st.integers(1, 6), st.integers(0, 30), st.data())
+@example(6, 8, None)  # the last to arrive is in, its fellows are not yet: it went on, in a row that was another's by then
+def test_whoever_gives_up_leaves_nothing_in_the_engine(n: int, turns: int, data: Any) -> None:
+    """A caller that is cancelled at any moment of a batch's way in: its request ends, and the others are served."""
+    who = data.draw(st.integers(0, n - 1)) if data else 0
+    order = data.draw(st.permutations(range(n))) if data else [1, 2, 3, 4, 5, 0]
+    with no_engine():
+        server = VLLMServer("model")
+    running: dict[str, asyncio.Future] = {}
+    add = server.engine.add_request
+
+    async def add_request(request_id: str, *args: Any) -> Any:
+        outputs = await add(request_id, *args)
+        running[request_id] = outputs.get()
+        return outputs
+
+    async def abort(request_id: str, internal: bool) -> None:
+        server.engine.end([running[request_id]], "abort")
+
+    server.engine.add_request, server.engine.abort = add_request, abort
+
+    async def check() -> None:
+        tasks = {i: asyncio.ensure_future(ask_server(server, ("batch", i, n))) for i in order}
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        tasks[who].cancel()
+        results = await asyncio.wait_for(asyncio.gather(*tasks.values(), return_exceptions=True), 10)
+        gave_up = isinstance(dict(zip(tasks, results, strict=True))[who], asyncio.CancelledError)
+        mine = running.get(f"r{('batch', who, n)}")
+        if gave_up and mine is not None:
+            await asyncio.sleep(0)
+            assert mine.done(), "it is still in the engine"
+        assert [result for i, result in zip(tasks, results, strict=True) if i != who] == [([1], [-1.0], False)] * (n - 1)
+
+    with no_engine():
+        take = server._take_batch
+        server._take_batch = lambda ticket, put_in: take(ticket, put_in, patience_s=0.02)
+        asyncio.run(check())
+
+
+def test_a_request_that_vllm_ends_by_an_error_is_no_response() -> None:
+    """It would be trained as a finished one without tokens."""
+    with no_engine():
+        server = VLLMServer("model")
+        server.engine.serve = lambda answer: asyncio.sleep(0, server.engine.end([answer], "error"))
+        with pytest.raises(RuntimeError, match="vLLM ended it with finish_reason='error'"):
+            asyncio.run(server.generate_for_partial("r", prompt_ids=[1], sampling_params={"max_tokens": 9}))
 
 
 def test_speculative_decoding_is_refused() -> None:
@@ -1516,6 +1590,15 @@ def test_a_batch_that_stays_incomplete_starts_all_the_same(engine: Engine, monke
         assert not engine.server.engine.output_processor.has_unfinished_requests() and not engine.server._batches
 
     engine.wait(check())
+
+
+def test_any_int_is_a_seed(engine: Engine) -> None:
+    """Below 0 and above 2^64, too, which once ended the engine; -1 is none, as in vLLM."""
+    big, small, negative, *none = (
+        engine.wait(engine.request(prompt(9), max_tokens=24, ignore_eos=True, temperature=1.0, seed=seed))[0]
+        for seed in (2**64 + 5, 5, -7, -1, -1)
+    )
+    assert big == small != negative and none[0] != none[1]
 
 
 def test_a_caller_that_gives_up_frees_its_request(engine: Engine) -> None:

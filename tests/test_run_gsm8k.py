@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import doctest
+import errno
 import getpass
 import hashlib
 import http.server
@@ -11,6 +14,7 @@ import json
 import math
 import os
 import random
+import shlex
 import shutil
 import signal
 import socket
@@ -32,6 +36,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import run_gsm8k
+from one_step_off import RolloutBatch
 from run_gsm8k import (
     POCKET,
     PocketProblems,
@@ -46,6 +51,7 @@ from run_gsm8k import (
     read_answer,
     sample_seed,
 )
+from trainer import GroupPool
 
 ROOT = Path(run_gsm8k.__file__).parent
 
@@ -132,6 +138,9 @@ def test_gsm8k_files_are_read_whole_or_refused_with_their_line(tmp_path: Path) -
     path = tmp_path / "train.jsonl"
     path.write_bytes(b"\r\n".join([json.dumps(good).encode()] * 2) + b"\r\n")
     assert [p.answer for p in load_gsm8k(path)] == ["1004", "1004"]
+    parted = {**good, "question": "How\u2028many\x85?"}  # where splitlines would split
+    path.write_text(json.dumps(parted, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert load_gsm8k(path)[0].question.startswith(parted["question"])
     for line in ("{", "[]", '{"question": "q"}', json.dumps({**good, "answer": "4"}), json.dumps({**good, "answer": 4})):
         path.write_text(json.dumps(good) + "\n" + line + "\n")
         with pytest.raises(UsageError, match=r"train.jsonl, line 2"):
@@ -236,7 +245,9 @@ def test_each_response_has_a_seed_of_its_own_that_depends_on_nothing_else() -> N
         (["--prompt-length", "5"], "--prompt-length 5: a prompt has"),
         (["--resume", "--name", "nowhere"], "nothing to resume"),
         (["--eval-only", "--eval-problems", "0"], "--eval-only with --eval-problems 0: give at least 1"),
+        (["--eval-every", "2", "--eval-problems", "0"], "--eval-every 2 with --eval-problems 0: give at least 1 problem"),
         (["--compare", "-1"], "--compare -1: give at least 0"),
+        (["--compare", "--mode", "sync", "--colocate"], "--compare runs all three loops, and --colocate only sync"),
         (["--trainer-workers", "0"], "--trainer-workers 0: give at least 1"),
         (["--format-score", "1"], "--format-score 1.0: give at least 0, and less than the 1 of a right answer"),
         (["--colocate"], "--colocate with --mode one-step-off: rollouts go on while it trains; use --mode sync"),
@@ -290,6 +301,112 @@ def test_an_output_folder_that_cannot_be_written_is_named(tmp_path: Path, capsys
     assert "cannot write to" in capsys.readouterr().err
 
 
+def begun(folder: Path, *argv: str) -> Path:
+    """A run's folder as it is before its first checkpoint."""
+    config, _ = parse_config(["--preset", "pocket", "--out", str(folder.parent), "--name", folder.name, *argv])
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
+    return folder
+
+
+def test_a_run_is_resumed_where_it_lies_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder may have moved, and those of its model and data, which need not be given as at the start; nothing else may
+    change."""
+    model, data = shutil.copytree(POCKET, tmp_path / "model"), tmp_path / "data"
+    data.mkdir()
+    monkeypatch.chdir(tmp_path)
+    at_first = ["--model", "model", "--data", "./data"]
+    begun(tmp_path / "a" / "run", *at_first)
+    shutil.move(tmp_path / "a", tmp_path / "b")
+    resume = ["--out", "b", "--name", "run", "--resume"]
+    config, _ = parse_config([*resume, *at_first])
+    assert (config.out, config.model, config.data) == ("b", str(model), str(data)), "the same command, and --resume"
+    shutil.copytree(model, tmp_path / "other")
+    with pytest.raises(UsageError, match=r"was begun with .*model; leave --model out, or start anew"):
+        parse_config([*resume, "--model", "other"])
+    with pytest.raises(UsageError, match=r"--temperature 0.5: .* was begun with 1.0; leave --temperature out"):
+        parse_config([*resume, "--temperature", "0.5"])  # what waits in the checkpoint was sampled at the other
+    shutil.move(model, tmp_path / "moved")
+    assert parse_config([*resume, "--model", "moved"])[0].model == str(tmp_path / "moved")
+    with pytest.raises(UsageError, match=r"--seed 1: .* was begun with 0; leave --seed out"):
+        parse_config([*resume, "--seed", "1"])
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [("", "cannot read"), ('{"seed": 0}', "is of another version of this program"), ("[1]", "cannot read")],
+)
+def test_a_config_that_cannot_be_resumed_is_named(text: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Cut off by a full disk, or of another version: one line, and the way out."""
+    (begun(tmp_path / "run") / "config.json").write_text(text)
+    assert run_gsm8k.main(["--out", str(tmp_path), "--name", "run", "--resume"]) == 2
+    err = capsys.readouterr().err
+    assert line in err and "start anew with another --name" in err and err.count("\n") == 1
+
+
+def test_a_folder_is_one_runs_alone(tmp_path: Path) -> None:
+    """Whoever comes second is told so, whether the first has just begun, or is being resumed; and may have it afterwards."""
+    argv = ["--preset", "pocket", "--out", str(tmp_path), "--name", "run"]
+    first, second = (run_gsm8k.Run(parse_config(argv)[0]) for _ in range(2))
+    first._make_folder()
+    with pytest.raises(UsageError, match="is in use by another run"):
+        second._make_folder()
+    again = run_gsm8k.Run(parse_config([*argv, "--resume"])[0])
+    with pytest.raises(UsageError, match="is in use by another run"):
+        again._make_folder()
+    for run in (first, second, again):
+        run.close()
+    with pytest.raises(UsageError, match="exists already: another run has made it meanwhile"):
+        second._make_folder()
+    second.close()
+    again._make_folder()
+    again.close()
+
+
+def test_a_text_file_is_whole_or_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that fills up in the middle leaves the file of before, and nothing beside it."""
+    file = tmp_path / "config.json"
+    run_gsm8k.write_whole(file, "old")
+
+    def full(path: Path, text: str) -> None:
+        with path.open("w") as opened:
+            opened.write(text[:1])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(OSError, match="No space left"):
+            run_gsm8k.write_whole(file, "new")
+    assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
+
+
+def test_a_temporary_folder_with_a_long_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket's name has at most 107 characters, and Ray puts 77 of its own behind."""
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * 29)
+    run_gsm8k.check_temporary_folder("")
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * 30)
+    run_gsm8k.check_temporary_folder("auto")
+    with pytest.raises(UsageError, match=r"TMPDIR=/x+: .* at most 30 characters, such as /tmp"):
+        run_gsm8k.check_temporary_folder("")
+
+
+def test_a_failure_says_how_to_go_on(tmp_path: Path) -> None:
+    """With flags that find the run, whatever its name; what would only happen again is started anew, on the same problems."""
+    run = run_gsm8k.Run(parse_config(["--preset", "pocket", "--out", str(tmp_path / "my runs"), "--name", "exp/a"])[0])
+    assert run_gsm8k.describe_failure(run, OSError("x")) == "error: x; --verbose shows its traceback"
+    assert not run.folder.exists()
+    run._make_folder()
+    step = run.checkpoints / "step_000001"
+    step.mkdir(parents=True)
+    line = run_gsm8k.describe_failure(run, OSError("x"))
+    flags = shlex.split(line.split("checkpoint with ")[1])
+    assert (run.folder / "error.txt").exists() and parse_config(flags)[0].name == "exp/a"
+    line = run_gsm8k.describe_failure(run, FloatingPointError("x"))
+    config, _ = parse_config(shlex.split(line.split("checkpoint with ")[1]))
+    assert (config.preset, config.model, config.data) == ("pocket", str(step), "pocket")
+    run.close()
+
+
 def test_a_run_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """A name that is taken is refused."""
     (tmp_path / "first").mkdir()
@@ -319,6 +436,41 @@ def test_the_preset_says_why_it_was_chosen() -> None:
             parse_config(["--data", "gsm8k"])
     assert parse_config(["--preset", "qwen"])[0].dtype == "bfloat16"
     assert parse_config(["--preset", "qwen", "--dtype", "float32"])[0].dtype == "float32", "a flag goes before a preset"
+
+
+def test_a_group_out_of_a_checkpoint_goes_on_as_it_began(tmp_path: Path) -> None:
+    """Sampled at the temperature of the run, at the version that the servers have. It used to go on at vLLM's default, 1."""
+    run = run_gsm8k.Run(parse_config(["--preset", "pocket", "--out", str(tmp_path), "--temperature", "0.7"])[0])
+    run.trainer = SimpleNamespace(param_version=3)
+    run.manager = SimpleNamespace(generate_groups=list, close=lambda: None)
+    pool = GroupPool(batch_size=16, max_staleness=0, total=32)
+    for number in pool.admit(0):
+        cut = run.group(number)
+        pool.put(number, cut.with_columns(stop_reason=["abort"] * len(cut)))
+    pool.untrained(run.concat).save(tmp_path / "rollouts.npz")
+    again = GroupPool(batch_size=16, max_staleness=0, total=32)
+    again.restore(RolloutBatch.load(tmp_path / "rollouts.npz"))
+    groups = run.generate_groups(list(again.resumable().values()))
+    assert [group.meta_info for group in groups] == [{"sampling_params": {"temperature": 0.7}, "param_version": 3}] * 16
+
+
+@pytest.mark.parametrize("error", [RuntimeError("vLLM refused\n  it all"), TimeoutError()])
+def test_a_server_that_cannot_be_brought_back_is_killed(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Whatever stands in the way: its requests would wait for weights that no one brings."""
+    import ray
+
+    async def ready() -> None:
+        raise error
+
+    killed = []
+    monkeypatch.setattr(ray, "kill", lambda server, no_restart: killed.append((server, no_restart)))
+    run = run_gsm8k.Run(parse_config(["--preset", "pocket", "--out", str(tmp_path)])[0])
+    run.servers = [SimpleNamespace(ready=SimpleNamespace(remote=ready))]
+    assert asyncio.run(run._bring_back(0)) is False and killed == [(run.servers[0], False)]
+    why = str(error).split("\n")[-1].strip() or "did not answer within 60 s"
+    assert f"vLLM server 0 cannot be brought back ({why}); it is killed and started again" in capsys.readouterr().out
 
 
 # ---- GPUs, up to the call --------------------------------------------------------------------------------------------
