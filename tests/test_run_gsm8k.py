@@ -36,6 +36,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import run_gsm8k
+import trainer
 from one_step_off import RolloutBatch
 from run_gsm8k import (
     POCKET,
@@ -330,6 +331,45 @@ def test_a_run_is_resumed_where_it_lies_now(tmp_path: Path, monkeypatch: pytest.
     assert parse_config([*resume, "--model", "moved"])[0].model == str(tmp_path / "moved")
     with pytest.raises(UsageError, match=r"--seed 1: .* was begun with 0; leave --seed out"):
         parse_config([*resume, "--seed", "1"])
+
+
+def test_a_checkpoint_has_all_that_a_run_needs_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But the reference of a KL, which is the model of the beginning; and steps that are made cannot be taken back."""
+    model = shutil.copytree(POCKET, tmp_path / "model")
+    newest = begun(tmp_path / "run", "--model", str(model)) / "checkpoints" / "step_000010"
+    shutil.copytree(POCKET, newest)
+    (newest / "state.json").write_text(json.dumps({"step": 10}))
+    monkeypatch.setattr(trainer, "newest_checkpoint", lambda *_: newest)
+    shutil.rmtree(model)
+
+    def resumed(*argv: str) -> run_gsm8k.Run:
+        return run_gsm8k.Run(parse_config(["--out", str(tmp_path), "--name", "run", "--resume", *argv])[0])
+
+    assert resumed().source == str(newest) and resumed("--steps", "10").first_step == 10
+    with pytest.raises(UsageError, match="model: no such folder"):
+        resumed("--kl-coef", "0.1")
+    with pytest.raises(UsageError, match=r"--steps 9: .*step_000010 has 10 of them already; give more"):
+        resumed("--steps", "9")
+
+
+def test_what_was_not_measured_is_not_in_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A run that is evaluated only since it was resumed has no accuracy before; and no error any more."""
+    times = {f"time/{name}_s": 1.0 for name in ("step", "generate", "train", "sync")} | {"time/seconds": 1.0}
+    run = run_gsm8k.Run(parse_config(["--preset", "pocket", "--out", str(tmp_path)])[0])
+    run._make_folder()
+    run.rows, run.timeline, run.test_prompts = (
+        [{"step": 0, "reward": 0.5, "response_length/mean": 9, **times}],
+        trainer.Timeline(),
+        [1],
+    )
+    run.timeline.add("trainer", "train 0", 0.0, 1.0, 0)
+    (run.folder / "error.txt").write_text("")
+    after = {"accuracy": 0.75, "answered": 0.5}
+    run_gsm8k.summarize(run, {"before": None, "after": after, "fit_s": 1.0, "first_step_s": 1.0})
+    out = capsys.readouterr().out
+    assert "held-out accuracy  0.750 after (1 problems, greedy)\nwith a #### number 0.500 after\n" in out
+    assert json.loads((run.folder / "summary.json").read_text())["before"] is None and not (run.folder / "error.txt").exists()
+    run.close()
 
 
 @pytest.mark.parametrize(
