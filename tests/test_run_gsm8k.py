@@ -766,6 +766,8 @@ def test_an_interrupt_that_is_lost_comes_again(number: int, lost_in: str) -> Non
 import hashlib, os, signal, sys, time, run_gsm8k
 class Loser:
     def __del__(self):
+        if {lost_in == DESTRUCTOR}:
+            print("ready", flush=True)  # only here: a signal that comes earlier is not lost
         time.sleep(0.5)
 lost = []
 def rays(*_):
@@ -779,7 +781,8 @@ with run_gsm8k.Interrupts() as interrupts:
         start = time.monotonic()
         hashlib.pbkdf2_hmac("sha512", b"", b"", 10**5)
         many = int(5e5 / (time.monotonic() - start))
-        print("ready", flush=True)
+        if {lost_in != DESTRUCTOR}:
+            print("ready", flush=True)
         if {lost_in == LIBRARY}:
             hashlib.pbkdf2_hmac("sha512", b"", b"", many)  # 5 s in C, without the interpreter's lock: no handler runs meanwhile
         loser = Loser()
