@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import doctest
+import faulthandler
 import gc
 import io
 import json
@@ -820,6 +821,7 @@ def measure(case: tuple[str, RolloutBatch, dict[str, Any], bool], sharded: bool)
 
 def rank_of_a_group(rank: int, world_size: int, folder: str) -> None:
     """What each of the processes does; the first one keeps what it finds, in files."""
+    faulthandler.enable()  # one of them once ended by SIGSEGV: the next time it says where
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
