@@ -1476,7 +1476,7 @@ class Run:
             await asyncio.gather(death, ping, return_exceptions=True)
 
     async def _bring_back(self, i: int) -> bool:
-        """Waits until server i is up again and gives it the weights, unless a sync that was going on has. False if it hangs."""
+        """Waits until server i is up and gives it the weights, unless a sync that was going on has. False if that fails."""
         import ray
 
         server, limit_s = self.servers[i], self.config.server_timeout_s
