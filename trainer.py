@@ -11,8 +11,8 @@ A step, from rollouts to new weights:
     2. micro-batches: sequences sorted by length, padded among their like, at most `micro_batch_tokens` tokens each
     3. log-probabilities of the response tokens, and of nothing else
     4. PPO's clipped loss, against the log-probabilities the tokens were *sampled* with (a stale batch needs them)
-    5. sum of the gradients, divided once by what the whole batch holds, so that its cut into micro-batches changes nothing
-    6. clip, check that all is finite, step
+    5. each token's loss over what the whole batch holds, gradients summed: so its cut into micro-batches changes nothing
+    6. check that all is finite, clip, step
 
 Why a stale batch needs the sampler's log-probabilities: in `ratio = exp(log_probs - old_log_probs)` the denominator says who
 chose the tokens. Recomputed with the newest weights it would be the numerator itself: the ratio would be 1, the clip would
@@ -23,7 +23,7 @@ Left out, and where verl does it (commit b178a3c):
     2. Megatron, sequence parallelism       verl/workers/
     3. resharding between engines           verl/workers/
 
-Needs: torch, safetensors (transformers inside load_policy).   Used by: run_gsm8k.py.
+Needs: numpy, torch, safetensors (transformers inside load_policy).   Used by: run_gsm8k.py.
 Run: python trainer.py  (a toy policy learns to say one token, synchronously and one step off)
 """
 
@@ -44,7 +44,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 import numpy as np
 import torch
@@ -63,7 +63,7 @@ def compute_grpo_advantages(
     group_size: int | None = None,
     epsilon: float = 1e-6,
 ) -> np.ndarray:
-    """Each reward minus its group's mean, over the group's standard deviation (GRPO, arXiv 2402.03300, eq. 3).
+    """Each reward minus its group's mean, over the group's standard deviation (GRPO, arXiv 2402.03300, section 4.1.2).
 
     `rewards` (n,) and `groups` (n,), any hashable label: responses to one prompt share it. Returns (n,) float64.
     `normalize_by_std=False` leaves the division out (Dr. GRPO, arXiv 2503.20783). The deviation is that of a sample
@@ -219,12 +219,21 @@ def load_policy(path: str, dtype: torch.dtype = torch.float32, gradient_checkpoi
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
-    for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
-        if getattr(model.config, name, None) not in (None, 1, 1.0):
-            raise ValueError(f"{path} rescales its logits ({name}), which response_log_probs does not: choose another model")
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model.train()  # dropout is zero in all current models; train() is what enables gradient checkpointing
+    # As it is loaded, in eval mode: dropout would make another policy of it than the one that sampled.
+    ids = np.arange(8) % model.get_output_embeddings().weight.shape[0]
+    with torch.no_grad():
+        logits = model(input_ids=torch.from_numpy(ids).unsqueeze(0)).logits[0, :-1].float()
+        expected = logits.log_softmax(-1).gather(1, torch.from_numpy(ids[1:]).unsqueeze(1)).squeeze(1)
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.train()  # transformers wants it for that, so here dropout must be zero, as in most models it is
+        found = response_log_probs(model, [ids[:1]], [ids[1:]])
+    if not torch.allclose(found, expected, atol=0.02):
+        raise ValueError(
+            f"{path}: its log-probabilities are not those of its head's output. It rescales its logits: choose another model; "
+            f"or it has dropout: leave gradient checkpointing out"
+        )
+    return model
 
 
 def shard(model: nn.Module) -> nn.Module:
@@ -237,8 +246,12 @@ def shard(model: nn.Module) -> nn.Module:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     mesh = init_device_mesh(model.device.type, (torch.distributed.get_world_size(),))
-    layers = [layer for group in model.base_model.children() if isinstance(group, nn.ModuleList) for layer in group]
-    for module in (*layers, model):  # the model itself takes what is in no layer: embedding, norm, head
+
+    def layers(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            yield from child if isinstance(child, nn.ModuleList) else layers(child)
+
+    for module in (*layers(model.base_model), model):  # the model itself takes what is in no layer: embedding, norm, head
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
         # Sums, not means: the loss is divided already, by what the batch of all processes holds.
         module.set_gradient_divide_factor(1.0)
@@ -296,6 +309,10 @@ class GRPOTrainer:
         self._slots: dict[str, Tensor] = {}
         self.rank = torch.distributed.get_rank() if sharded else 0
         self.world_size = torch.distributed.get_world_size() if sharded else 1
+        for name in ("importance", "loss_aggregation"):
+            choices = get_args(get_type_hints(GRPOTrainer)[name])
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(choices)}")
         if self.kl_coef and self.reference is None:
             raise ValueError(f"kl_coef={self.kl_coef} needs a reference model: pass one, or kl_coef=0")
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -313,7 +330,8 @@ class GRPOTrainer:
 
         `rollouts` has the ragged columns prompt_ids, response_ids, response_mask, response_logprobs, span_versions and
         span_lengths, and the arrays rewards, group and uid. Raises ValueError for incomplete groups, and FloatingPointError,
-        which names the step and the samples, for a loss or gradient that is not finite; no optimiser step is then made with it.
+        which names the step and the samples, for a loss or gradient that is not finite; no optimiser step is then made with it
+        (where a batch is cut into mini-batches, those before it are in the weights).
         """
         if len(rollouts) == 0:
             raise ValueError("an empty batch has nothing to train on")
@@ -544,9 +562,10 @@ class GRPOTrainer:
     def _gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         state = {}
         for name, tensor in tensors.items():
-            tensor = _whole(tensor.detach())  # a tensor at a time: only the first process keeps them
+            # A tensor at a time, and only the first process keeps them; not on its GPU, which has no room for what is spread.
+            whole = _whole(tensor.detach())
             if self.rank == 0:
-                state[name] = tensor.contiguous()
+                state[name] = (whole.cpu() if self.world_size > 1 else whole).contiguous()
         return state
 
 
@@ -690,13 +709,14 @@ async def fit_one_step_off(parts: Parts) -> None:
     """Train on batch t while batch t+1 is generated. Batch 0 is fresh, each later one exactly one version old."""
     if parts.first_step >= parts.steps:
         return
+    start = time.perf_counter()
     sync_s = await parts.timed_sync()
     pending = None if parts.first_rollouts is not None else parts.generate(parts.first_step)
     try:
         for t in range(parts.first_step, parts.steps):
-            start = time.perf_counter()
+            waiting = time.perf_counter()
             rollouts = parts.first_rollouts if pending is None else await pending
-            wait_s = time.perf_counter() - start
+            wait_s = time.perf_counter() - waiting
             pending = None
 
             # Nothing is in flight: the one moment to save, and to change the weights.
@@ -709,6 +729,7 @@ async def fit_one_step_off(parts: Parts) -> None:
             metrics, scored, train_s = await parts.train(t, rollouts)
             times = step_times(rollouts.meta_info["timing"]["generate_s"], wait_s, train_s, sync_s, time.perf_counter() - start)
             parts.log(t, metrics | evaluation | times, scored)
+            start = time.perf_counter()
     finally:
         if pending is not None:
             pending.cancel()  # training failed: the batch in flight has no one to wait for it, nor to look at its own error
@@ -783,11 +804,11 @@ class GroupPool:
         chosen = sorted(self.finished)[: self.batch_size]
         if len(chosen) < self.batch_size:
             return None
-        for age in range(self.max_staleness + 1):
-            # Groups of this age or older, trained or not now, must fit into the batches that are left to them.
-            oldest = version - self.max_staleness + age
-            due = sum(at <= oldest for at in self.admitted_at.values()) - age * self.batch_size
-            if sum(self.admitted_at[number] <= oldest for number in chosen) < due:
+        for left in range(self.max_staleness + 1):
+            # Groups that may wait for at most `left` batches more: those which do not fit into these must be in this one.
+            latest = version - self.max_staleness + left
+            due = sum(at <= latest for at in self.admitted_at.values()) - left * self.batch_size
+            if sum(self.admitted_at[number] <= latest for number in chosen) < due:
                 return None
         for number in chosen:
             del self.admitted_at[number]
@@ -822,14 +843,14 @@ async def fit_partial(parts: Parts, *, batch_size: int, max_staleness: int) -> N
 
     if parts.first_step >= parts.steps:
         return
+    start = time.perf_counter()
     sync_s = await parts.timed_sync()
     evaluation = await parts.evaluated(parts.first_step)
     wave = came_back = time.perf_counter()
     dispatch()
     try:
         for t in range(parts.first_step, parts.steps):
-            start = time.perf_counter()
-            version = parts.trainer.param_version
+            version, waiting = parts.trainer.param_version, time.perf_counter()
             while (taken := pool.take(version)) is None:
                 if pool.cut:  # by someone else's cancel: they go on as soon as the servers take them
                     await asyncio.sleep(0.1)
@@ -837,29 +858,29 @@ async def fit_partial(parts: Parts, *, batch_size: int, max_staleness: int) -> N
                 done, _ = await asyncio.wait(in_flight, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     pool.put(in_flight.pop(task), task.result())
-            wait_s = time.perf_counter() - start
+            wait_s = time.perf_counter() - waiting
             rollouts = parts.concat(list(taken.values()))
             metrics, scored, train_s = await parts.train(t, rollouts)
 
-            syncing = time.perf_counter()
-            if in_flight:
+            cutting = time.perf_counter()
+            if not all(task.done() for task in in_flight):
                 parts.timeline.mark("cancel")
             await parts.cancel()
             for task, number in list(in_flight.items()):  # all of them come back: finished, or with the tokens they have
                 pool.put(number, await task)
                 del in_flight[task]
+            cut_s = time.perf_counter() - cutting
             parts.timeline.add("rollouts", f"generate v{version}", wave, came_back, version)
-            times = step_times(came_back - wave, wait_s, train_s, sync_s, syncing - start + sync_s)
+            times = step_times(came_back - wave, wait_s, train_s, sync_s, time.perf_counter() - start)
             parts.log(t, metrics | evaluation | times, scored)
+            start = time.perf_counter()
             if t + 1 == parts.steps:
                 await parts.resume()
                 return
             # Nothing is in flight: the one moment to save, and to change the weights.
             parts.checkpoint(t + 1, pool.untrained(parts.concat))
-            await parts.sync()
+            sync_s = cut_s + await parts.timed_sync()
             await parts.resume()
-            sync_s = time.perf_counter() - syncing
-            parts.timeline.add("sync", f"sync {version + 1}", syncing, time.perf_counter(), version + 1)
             evaluation = await parts.evaluated(t + 1)
             wave = came_back = time.perf_counter()
             dispatch()
@@ -872,7 +893,8 @@ async def fit_partial(parts: Parts, *, batch_size: int, max_staleness: int) -> N
 def step_times(generate_s: float, wait_s: float, train_s: float, sync_s: float, step_s: float) -> dict[str, float]:
     """Seconds of one step. Overlap efficiency is max(generate, train) / step: 1 where the longer hides the shorter whole.
 
-    Overlap cannot win more: a step lasts at least as long as the longer of its two halves.
+    Overlap cannot win more: in the mean a step lasts at least as long as the longer of its two halves. (A single row may have
+    more: one step off, batch t was generated in the step before, and that may have been the longer one.)
     """
     return {
         "time/generate_s": generate_s,
@@ -894,8 +916,8 @@ def save_checkpoint(
 
     Weights (with config and tokenizer: the folder is a model like any other), optimiser, versions, random state, and the
     rollouts that wait to be trained, if any do. Everything is written aside, synced to disk and renamed in one piece, so a
-    folder with that name is complete. `state.json` holds the SHA-256 of each file. Older checkpoints beyond `keep` are
-    removed last.
+    folder with that name is complete. `state.json` holds the SHA-256 of each file, and its own. Older checkpoints beyond
+    `keep` are removed last.
     """
     final = root / f"step_{step:06d}"
     aside = root / f".writing_{step:06d}"
@@ -911,6 +933,7 @@ def save_checkpoint(
             rollouts.save(ours / "rollouts.npz")
         files = {str(path.relative_to(aside)): _sha256(path) for path in sorted(aside.rglob("*")) if path.is_file()}
         state = {"step": step, "param_version": trainer.param_version, "files": files}
+        state["sha256"] = hashlib.sha256(json.dumps(state).encode()).hexdigest()
         (aside / "state.json").write_text(json.dumps(state, indent=1))
         for path in (*aside.rglob("*"), aside):
             _fsync(path)
@@ -930,9 +953,12 @@ def newest_checkpoint(root: Path, report: Callable[[str], None] = print) -> Path
     """The newest checkpoint under `root` whose files are all there and unharmed; `report` gets a line for each one skipped."""
     for path in sorted(root.glob("step_*"), reverse=True):
         try:
-            for name, expected in json.loads((path / "state.json").read_text())["files"].items():
-                if _sha256(path / name) != expected:
-                    raise ValueError(f"{name} differs from its checksum")
+            state = json.loads((path / "state.json").read_text())
+            expected = {"state.json": state.pop("sha256"), **state["files"]}
+            found = {name: _sha256(path / name) for name in state["files"]}
+            found["state.json"] = hashlib.sha256(json.dumps(state).encode()).hexdigest()
+            if differing := [name for name, digest in expected.items() if found[name] != digest]:
+                raise ValueError(f"{', '.join(differing)} differs from its checksum")
             return path
         except (OSError, ValueError, KeyError) as error:
             report(f"checkpoint {path} is incomplete ({error}): skipped")

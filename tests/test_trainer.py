@@ -35,7 +35,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from safetensors.torch import load
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from torch.distributed.fsdp import FSDPModule
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+)
 
 import trainer as module
 from one_step_off import Ragged, RolloutBatch
@@ -811,11 +821,18 @@ def sharded_cases() -> list[tuple[str, RolloutBatch, dict[str, Any], bool]]:
 
 
 def measure(case: tuple[str, RolloutBatch, dict[str, Any], bool], sharded: bool) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """(gradient, metrics) of one update."""
+    """(gradient, metrics) of one update; with a tied head each layer runs twice, without one the head runs on two tokens at a
+    time, each time twice: what a sharded model must be gathered for again."""
     _, batch, knobs, tied = case
     model = tiny_llama(tied=tied)
-    trainer = measuring(shard(model) if sharded else model, reference=_llama(1, False), **knobs)
-    metrics = trainer.update(batch)
+    if tied:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+    model, reference = (shard(m) if sharded else m for m in (model, tiny_llama(1)))
+    trainer = measuring(model, reference=reference, **knobs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "LOGITS_AT_ONCE", 2**24 if tied else 2 * VOCABULARY)
+        metrics = trainer.update(batch)
     return {name: g.full_tensor() if sharded else g for name, g in gradient(trainer).items()}, metrics
 
 
@@ -832,22 +849,23 @@ def rank_of_a_group(rank: int, world_size: int, folder: str) -> None:
         trainer.update(make_batch(prompts, responses, logprobs=[[-1.0], [-1.0] * 2, [-1.0, float("nan")], [-1.0]]))
     except FloatingPointError as error:
         found["nan"] = str(error)
-    trainer = GRPOTrainer(shard(tiny_llama(tied=True)), learning_rate=1e-3)
-    trainer.update(random_batch(0))
-    weights, moments = trainer.model_state(), trainer.optimizer_state()
-    if rank == 0:
-        save_checkpoint(
-            Path(folder),
-            1,
-            SimpleNamespace(**vars(trainer), model_state=lambda: weights, optimizer_state=lambda: moments),
-            None,
-        )
-    else:
-        assert not weights and not moments, "held once, not by every process"
-    torch.distributed.barrier()
-    resumed = GRPOTrainer(shard(load_policy(f"{folder}/step_000001")), learning_rate=1e-3)
-    load_checkpoint(Path(folder) / "step_000001", resumed)
-    found["resumed"] = [trainer.update(random_batch(1)), resumed.update(random_batch(1))]
+    for dtype in (torch.bfloat16, torch.float32):
+        trainer = GRPOTrainer(shard(tiny_llama(tied=True).to(dtype)), learning_rate=1e-3)
+        trainer.update(random_batch(0))
+        weights, rest = trainer.model_state(), trainer.optimizer_state()
+        path = Path(folder) / str(dtype)
+        if rank == 0:
+            state = vars(trainer) | {"model_state": lambda w=weights: w, "optimizer_state": lambda r=rest: r}
+            save_checkpoint(path, 1, SimpleNamespace(**state), None)
+        else:
+            assert not weights and not rest, "held once, not by every process"
+        torch.distributed.barrier()
+        resumed = GRPOTrainer(shard(load_policy(f"{path}/step_000001", dtype)), learning_rate=1e-3)
+        load_checkpoint(path / "step_000001", resumed)
+        found[f"resumed {dtype}"] = [trainer.update(random_batch(1)), resumed.update(random_batch(1))]
+    opt = OPTConfig(vocab_size=VOCABULARY, hidden_size=16, ffn_dim=24, num_hidden_layers=2, num_attention_heads=2, dropout=0.0)
+    nested = shard(AutoModelForCausalLM.from_config(opt))
+    found["nested"] = [isinstance(layer, FSDPModule) for layer in nested.model.decoder.layers]
     torch.save(found, f"{folder}/found-{rank}")
     torch.distributed.destroy_process_group()
 
@@ -867,13 +885,17 @@ def test_the_gradient_of_several_processes_is_that_of_one(world_size: int, tmp_p
             assert mine[case[0]][1] == pytest.approx(metrics, rel=1e-4, abs=1e-6), case[0]
     for mine in found:
         assert mine["nan"] == "step 0: the loss of sample c is not finite"
-        assert mine["resumed"][0] == mine["resumed"][1] == found[0]["resumed"][0]
+        for dtype in (torch.bfloat16, torch.float32):
+            first, resumed = mine[f"resumed {dtype}"]
+            assert first == resumed == found[0][f"resumed {dtype}"][0]
+        assert mine["nested"] == [True, True], "a layer's weights are gathered when it is computed, wherever it stands"
     whole = GRPOTrainer(tiny_llama(tied=True), learning_rate=1e-3)
     whole.update(random_batch(0))
-    saved = load_policy(str(tmp_path / "step_000001")).state_dict()
+    path = tmp_path / "torch.float32" / "step_000001"
+    saved = load_policy(str(path)).state_dict()
     for name, weight in whole.model.state_dict().items():
         torch.testing.assert_close(saved[name], weight, rtol=1e-3, atol=1e-4)
-    assert json.loads((tmp_path / "step_000001" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert json.loads((path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
 # ---- Less memory: bfloat16 weights, gradient checkpointing -----------------------------------------------------------
@@ -941,13 +963,37 @@ def test_gradient_checkpointing_computes_more_and_changes_nothing(tmp_path: Path
     assert_same_gradient(gradients[True], gradients[False])
 
 
-def test_a_model_that_rescales_its_logits_is_refused(tmp_path: Path) -> None:
-    """The head's output is not the logits then, and every probability would be wrong by a little."""
-    tiny_llama().save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"final_logit_softcapping": 30.0}))
-    with pytest.raises(ValueError, match="final_logit_softcapping"):
+SMALL = dict(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4)
+SMALL |= dict(num_key_value_heads=2, head_dim=4, max_position_embeddings=64, initializer_range=0.4, pad_token_id=0)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Gemma2Config(**SMALL, final_logit_softcapping=0.5, attn_implementation="eager"),
+        CohereConfig(**SMALL, logit_scale=0.0625),
+        GraniteConfig(**SMALL, logits_scaling=8.0),
+    ],
+    ids=["soft cap", "scale", "divisor"],
+)
+def test_a_model_that_rescales_its_logits_is_refused(config: Any, tmp_path: Path) -> None:
+    """The head's output is not the logits then, and every probability would be wrong by a little. Found by trying, whatever
+    the knob is called."""
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="It rescales its logits: choose another model"):
         load_policy(str(tmp_path))
+
+
+def test_dropout_is_off_and_where_it_cannot_be_the_model_is_refused(tmp_path: Path) -> None:
+    """GPT-2 has some by default: log-probabilities that change from pass to pass are those of no policy."""
+    config = GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=64, initializer_range=0.4)
+    assert config.resid_pdrop == 0.1
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = load_policy(str(tmp_path))
+    rows = [np.arange(1, 4)], [np.arange(4, 12)]
+    assert torch.equal(response_log_probs(model, *rows), response_log_probs(model, *rows))
+    with pytest.raises(ValueError, match="it has dropout: leave gradient checkpointing out"):
+        load_policy(str(tmp_path), gradient_checkpointing=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -968,6 +1014,16 @@ def test_the_weights_that_go_out_are_the_weights(tied: bool, dtype: torch.dtype)
 # ---- The loops -------------------------------------------------------------------------------------------------------
 
 
+class Rollouts(SimpleNamespace):
+    """Batch t; for fit_partial the one group of batch t, finished."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, column: str) -> np.ndarray:
+        return {"stop_reason": np.array(["stop"])}[column]
+
+
 class Play:
     """The parts of a run as fakes that write down when each was called. Batches carry the version that generated them."""
 
@@ -979,7 +1035,7 @@ class Play:
         self.param_version, self.server_version = 0, -1
 
     def rollouts(self, t: int, version: int) -> Any:
-        return SimpleNamespace(t=t, version=version, meta_info={"timing": {"generate_s": 0.0}})
+        return Rollouts(t=t, version=version, meta_info={"timing": {"generate_s": 0.0}})
 
     async def generation(self, t: int) -> Any:
         version = self.server_version
@@ -991,6 +1047,15 @@ class Play:
         self.events.append(f"generate {t}")
         self.pending[t] = asyncio.ensure_future(self.generation(t))
         return self.pending[t]
+
+    def generate_groups(self, numbers: list[int]) -> list[asyncio.Future]:
+        return [self.generate(t) for t in numbers]
+
+    async def cancel(self) -> None:
+        self.events.append(f"cancel {self.param_version}")
+
+    async def resume(self) -> None:
+        self.note_at_rest(f"resume {self.param_version}")
 
     async def sync(self) -> None:
         self.note_at_rest(f"sync {self.param_version}")
@@ -1020,8 +1085,15 @@ class Play:
         self.events.append(event)
 
     def parts(self, **changes: Any) -> Parts:
-        own = {name: getattr(self, name) for name in ("generate", "sync", "checkpoint", "evaluate", "log")}
-        return Parts(**{**own, "score": lambda rollouts: rollouts, "trainer": self, "steps": 3, **changes})
+        names = ("generate", "sync", "checkpoint", "evaluate", "log", "generate_groups", "cancel", "resume")
+        own = {name: getattr(self, name) for name in names}
+        own |= {"score": lambda rollouts: rollouts, "group": lambda number: number, "concat": lambda groups: groups[0]}
+        return Parts(**{**own, "trainer": self, "steps": 3, **changes})
+
+
+async def fit_one_ahead(parts: Parts) -> None:
+    """fit_partial with batches of one group, of which one may run ahead."""
+    await fit_partial(parts, batch_size=1, max_staleness=1)
 
 
 SYNC = """sync 0  generate 0  checkpoint 0  train 0  log 0
@@ -1034,17 +1106,26 @@ ONE_STEP_OFF = """sync 0  generate 0
                   checkpoint 2  sync 2              train 2  log 2"""
 
 
+ONE_AHEAD = """sync 0                                  generate 0  generate 1  train 0  cancel 1  log 0
+               checkpoint 1  sync 1  resume 1              generate 2  train 1  cancel 2  log 1
+               checkpoint 2  sync 2  resume 2                          train 2  cancel 3  log 2  resume 3"""
+
+
 def story(text: str) -> list[str]:
     words = text.split()
     return [f"{verb} {t}" for verb, t in zip(words[::2], words[1::2], strict=True)]
 
 
-@pytest.mark.parametrize(("fit", "expected"), [(fit_sync, SYNC), (fit_one_step_off, ONE_STEP_OFF)])
+STORIES = [(fit_sync, SYNC), (fit_one_step_off, ONE_STEP_OFF), (fit_one_ahead, ONE_AHEAD)]
+
+
+@pytest.mark.parametrize(("fit", "expected"), STORIES)
 def test_each_loop_does_this_in_this_order(fit: Callable, expected: str) -> None:
-    """The whole of the two loops, as they unfold. Three steps are three generations, not four.
+    """The whole of the three loops, as they unfold. Three steps are three generations, not four.
 
     One step off, a generation is under way before the training that it overlaps with begins, and batch t is saved when it has
-    come back and t+1 is not yet begun.
+    come back and t+1 is not yet begun. In fit_partial a run is saved, the weights change, and servers take requests again only
+    while nothing is in flight.
     """
     play = Play()
     asyncio.run(fit(play.parts(evaluate=None)))
@@ -1052,7 +1133,9 @@ def test_each_loop_does_this_in_this_order(fit: Callable, expected: str) -> None
     assert all(metrics["loss"] == 0.5 and metrics["time/step_s"] >= 0 for metrics in play.logged)
 
 
-@pytest.mark.parametrize(("fit", "expected"), [(fit_sync, [0, 0, 0, 0]), (fit_one_step_off, [0, 1, 1, 1])])
+@pytest.mark.parametrize(
+    ("fit", "expected"), [(fit_sync, [0, 0, 0, 0]), (fit_one_step_off, [0, 1, 1, 1]), (fit_one_ahead, [0, 1, 1, 1])]
+)
 def test_staleness_is_exact(fit: Callable, expected: list[int]) -> None:
     """Zero in the synchronous loop. One step off: the first batch is fresh, each later one is one version old."""
     play = Play()
@@ -1060,7 +1143,7 @@ def test_staleness_is_exact(fit: Callable, expected: list[int]) -> None:
     assert play.staleness == expected
 
 
-@pytest.mark.parametrize("fit", [fit_sync, fit_one_step_off])
+@pytest.mark.parametrize("fit", [fit_sync, fit_one_step_off, fit_one_ahead])
 def test_evaluation_sees_the_weights_before_the_step_and_nothing_in_flight(fit: Callable) -> None:
     """Evaluation t measures version t, which batch t is about to change; its metrics stand in the line of step t.
 
@@ -1099,13 +1182,59 @@ def test_a_resumed_loop_goes_on_as_if_it_had_never_stopped(fit: Callable, expect
     assert play.staleness == staleness
 
 
-@pytest.mark.parametrize("fit", [fit_sync, fit_one_step_off])
+@pytest.mark.parametrize("fit", [fit_sync, fit_one_step_off, fit_one_ahead])
 @pytest.mark.parametrize("first_step", [0, 3])
 def test_no_steps_are_no_work(fit: Callable, first_step: int) -> None:
     """A run resumed at its end starts nothing, not even a generation that it would then throw away."""
     play = Play()
     asyncio.run(fit(play.parts(steps=first_step, first_step=first_step)))
     assert play.events == []
+
+
+@pytest.mark.parametrize("fit", [fit_sync, fit_one_step_off, fit_one_ahead])
+def test_the_steps_of_a_run_are_all_of_its_time(fit: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first sync to the last line nothing but writing the lines is left out, in none of the loops: so their seconds a
+    step can be set side by side, with or without evaluations. Time is what the events take: a second, an evaluation ten."""
+
+    class Clock(Play):
+        @property
+        def now(self) -> float:
+            return sum({"evaluate": 10.0, "log": 0.0}.get(event.split()[0], 1.0) for event in self.events)
+
+    play = Clock()
+    monkeypatch.setattr(module.time, "perf_counter", lambda: play.now)
+    asyncio.run(fit(play.parts(timeline=Timeline(zero=0.0))))
+    after = play.events[play.events.index("log 2") :]
+    assert sum(metrics["time/step_s"] for metrics in play.logged) == play.now - len([e for e in after if "resume" in e])
+    assert all(metrics["time/train_s"] == 1 for metrics in play.logged)
+    assert sum(metrics["time/step_s"] > 10 for metrics in play.logged) == 3, "one evaluation in each"
+
+
+def test_a_cut_is_marked_where_something_is_cut() -> None:
+    """A group that came back while training went on is no cut, though no one has taken it yet."""
+
+    class Long(Play):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stopped = asyncio.Event()
+
+        async def generation(self, t: int) -> Any:
+            if t == 2:
+                await self.stopped.wait()
+            return await super().generation(t)
+
+        async def cancel(self) -> None:
+            await super().cancel()
+            self.stopped.set()
+
+        async def resume(self) -> None:
+            await super().resume()
+            self.stopped.clear()
+
+    play, timeline = Long(), Timeline()
+    parts = play.parts(timeline=timeline)
+    asyncio.run(fit_one_ahead(parts))
+    assert [name for name, _ in timeline.marks] == ["cancel"], "batch 1 was back before the first cancel, 2 was cut"
 
 
 def test_the_next_batch_is_generated_while_training_goes_on() -> None:
@@ -1126,13 +1255,15 @@ def test_the_next_batch_is_generated_while_training_goes_on() -> None:
                 assert self.generated[rollouts.t + 1].wait(timeout=30), "training held up the generation"
             return super().update(rollouts)
 
-    play = Overlapping()
-    asyncio.run(fit_one_step_off(play.parts()))
-    assert play.staleness == [0, 1, 1]
+    for fit in (fit_one_step_off, fit_one_ahead):
+        play = Overlapping()
+        asyncio.run(fit(play.parts()))
+        assert play.staleness == [0, 1, 1]
 
 
+@pytest.mark.parametrize("fit", [fit_one_step_off, fit_one_ahead])
 @pytest.mark.parametrize("generation", ["goes on", "has failed too"])
-def test_a_training_error_surfaces_as_it_is_and_cancels_the_batch_in_flight(generation: str) -> None:
+def test_a_training_error_surfaces_as_it_is_and_cancels_the_batch_in_flight(generation: str, fit: Callable) -> None:
     """The original error, not one about a task; and no task is left behind, nor one whose own error nobody looked at."""
 
     class Failing(Play):
@@ -1152,7 +1283,7 @@ def test_a_training_error_surfaces_as_it_is_and_cancels_the_batch_in_flight(gene
         complaints: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
         with pytest.raises(FloatingPointError, match=r"^step 1: the loss of sample a is not finite$"):
-            await asyncio.wait_for(fit_one_step_off(play.parts()), timeout=30)  # only keeps a broken loop from hanging
+            await asyncio.wait_for(fit(play.parts()), timeout=30)  # only keeps a broken loop from hanging
         last = play.pending.pop(2)
         assert last.cancelled() if generation == "goes on" else last.done()
         assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -1165,8 +1296,9 @@ def test_a_training_error_surfaces_as_it_is_and_cancels_the_batch_in_flight(gene
     assert "log 1" not in play.events and "checkpoint 2" not in play.events
 
 
-def test_a_generation_error_surfaces_when_its_batch_is_due() -> None:
-    """Batch 2 fails at once, while 1 is trained: 1 is trained and logged, and then the error comes up."""
+@pytest.mark.parametrize(("fit", "last"), [(fit_one_step_off, "log 1"), (fit_one_ahead, "cancel 2")])
+def test_a_generation_error_surfaces_when_its_batch_is_due(fit: Callable, last: str) -> None:
+    """Batch 2 fails at once, while 1 is trained: 1 is trained, and then the error comes up."""
 
     class Failing(Play):
         async def generation(self, t: int) -> Any:
@@ -1176,11 +1308,12 @@ def test_a_generation_error_surfaces_when_its_batch_is_due() -> None:
 
     play = Failing()
     with pytest.raises(TimeoutError, match="worker 0 with 4 samples"):
-        asyncio.run(fit_one_step_off(play.parts()))
-    assert play.events[-2:] == ["train 1", "log 1"]
+        asyncio.run(fit(play.parts()))
+    assert play.events[-2:] == ["train 1", last]
 
 
-def test_a_cancelled_run_cancels_its_generation() -> None:
+@pytest.mark.parametrize("fit", [fit_one_step_off, fit_one_ahead])
+def test_a_cancelled_run_cancels_its_generation(fit: Callable) -> None:
     """Ctrl-C while a batch is awaited leaves no task behind."""
 
     class Endless(Play):
@@ -1188,14 +1321,14 @@ def test_a_cancelled_run_cancels_its_generation() -> None:
             await asyncio.Event().wait()
 
     async def run() -> None:
-        fit = asyncio.ensure_future(fit_one_step_off(play.parts()))
+        fitting = asyncio.ensure_future(fit(play.parts(evaluate=None)))
         while 0 not in play.pending:
             await asyncio.sleep(0)
         await asyncio.sleep(0)
-        fit.cancel()
+        fitting.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await fit
-        assert play.pending[0].cancelled()
+            await fitting
+        assert all(task.cancelled() for task in play.pending.values())
 
     play = Endless()
     asyncio.run(run())
@@ -1322,9 +1455,8 @@ def test_a_checkpoint_that_was_harmed_is_skipped_with_a_line_that_says_so(tmp_pa
     for file in files:
         whole = file.read_bytes()
         flipped = bytes([*whole[:-2], whole[-2] ^ 1, whole[-1]])
-        for harmed in (whole[:-1], whole[: len(whole) // 2], b"", b"\0" * len(whole), flipped, None):
-            if file.name == "state.json" and harmed == flipped:
-                continue  # it cannot vouch for itself; its last bytes are brackets
+        other_step = [whole.replace(b'"step": 2', b'"step": 3')] if file.name == "state.json" else []  # one bit, too
+        for harmed in (whole[:-1], whole[: len(whole) // 2], b"", b"\0" * len(whole), flipped, *other_step, None):
             file.unlink() if harmed is None else file.write_bytes(harmed)
             lines: list[str] = []
             assert newest_checkpoint(tmp_path, lines.append) == older, file
@@ -1630,7 +1762,8 @@ def test_the_file_works_alone(tmp_path: Path) -> None:
     assert python("-c", "import trainer") == ""
     said = {line.split()[0]: line for line in python("trainer.py").splitlines()}
     assert "staleness 0, mean |log ratio| 0.0000, clipped 0.000" in said["fit_sync"]
-    assert "staleness 1, mean |log ratio| 0.0" in said["fit_one_step_off"]
+    assert "staleness 1, mean" in said["fit_one_step_off"]
+    assert float(said["fit_one_step_off"].split("|log ratio| ")[1].split(",")[0]) > 0
     for line in said.values():
         before, after = (float(word) for word in line.split("reward ")[1].split(",")[0].split(" -> "))
         assert before < 0.5 < 0.9 < after, line
