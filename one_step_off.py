@@ -36,6 +36,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 
@@ -104,7 +105,10 @@ def _column(values: Any) -> np.ndarray | Ragged:
         return values
     values = list(values)
     if values and isinstance(values[0], (str, int, float, bool, np.generic)):
-        return np.array(values)
+        column = np.array(values)
+        if column.dtype.kind == "f" and all(isinstance(value, (int, np.integer)) for value in values):
+            raise ValueError(f"{min(values)} and {max(values)} have no integer type in common: as floats they would be rounded")
+        return column
     column = np.empty(len(values), object)  # chat messages, dicts: pickled one by one, so keep them out of hot paths
     column[:] = values
     return column
@@ -306,7 +310,7 @@ class AgentLoopManager:
     """Spreads a batch over the workers and puts the answers together again, in order. Blocking: the synchronous baseline.
 
     `workers` are actor handles of `AgentLoopWorker`, `replicas` those of the rollout servers. `timeout_s` bounds the wait
-    for a batch; a TimeoutError then names who did not answer.
+    for a batch, anew where a worker takes over from one that died; a TimeoutError then names who did not answer.
     """
 
     def __init__(self, workers: Sequence[Any], replicas: Sequence[Any] = (), *, timeout_s: float | None = None) -> None:
@@ -315,7 +319,7 @@ class AgentLoopManager:
         self.agent_loop_workers = list(workers)
         self.rollout_replicas = list(replicas)
         self.timeout_s = timeout_s
-        self._batches = itertools.count()
+        self._batches = (f"{uuid4().hex}-{i}" for i in itertools.count())  # servers may have other managers too
         # One thread per worker, ours alone. asyncio.to_thread would borrow from the loop's default pool, which has
         # min(32, cpus + 4) threads: 6 on two cores. With 16 workers waiting in it, the trainer's own to_thread queues
         # behind the very generation that it should overlap with: 0.55 of the ideal step in place of 0.97.
@@ -326,7 +330,7 @@ class AgentLoopManager:
         """Generates for `prompts` and waits. Call it where no event loop runs."""
 
         async def generate() -> RolloutBatch:
-            return await self._collect(self._dispatch(prompts), time.perf_counter())
+            return await self._collect(self._dispatch(prompts), time.perf_counter(), self._get_in_thread)
 
         return asyncio.run(generate())
 
@@ -336,30 +340,39 @@ class AgentLoopManager:
 
     def _dispatch(self, prompts: RolloutBatch) -> list[_Call]:
         """Starts the work on every worker. Nothing here waits."""
-        prompts = prompts.with_columns(index=np.arange(len(prompts)))
-        prompts.meta_info |= {"batch_id": next(self._batches), "batch_size": len(prompts)}
+        (prompts,) = self._numbered([prompts])
         # An empty batch still goes to a worker: it comes back with the columns of tokens.
         chunks = prompts.chunk(len(self.agent_loop_workers)) or [prompts]
         return [_Call(i, chunk, self._submit(i, chunk)) for i, chunk in enumerate(chunks)]
 
+    def _numbered(self, groups: Sequence[RolloutBatch]) -> list[RolloutBatch]:
+        """The groups as one batch that the servers take in order: each response with its place in it. A finished one has none,
+        since it asks nothing of a server."""
+        finished = [
+            group["stop_reason"] != "abort" if "stop_reason" in group else np.zeros(len(group), bool) for group in groups
+        ]
+        meta = {"batch_id": next(self._batches), "batch_size": int(sum((~mine).sum() for mine in finished))}
+        numbered, place = [], 0
+        for group, mine in zip(groups, finished, strict=True):
+            index = np.where(mine, -1, place + np.cumsum(~mine) - 1)
+            place += int((~mine).sum())
+            numbered.append(RolloutBatch({**group.columns, "index": index}, group.meta_info | meta))
+        return numbered
+
     def _submit(self, worker: int, chunk: RolloutBatch) -> Any:
         return self.agent_loop_workers[worker].generate_sequences.remote(chunk)
 
-    async def _collect(
-        self, calls: list[_Call], start: float, get: Callable[[Any], Awaitable[RolloutBatch]] | None = None
-    ) -> RolloutBatch:
+    async def _collect(self, calls: list[_Call], start: float, get: Callable[[Any], Awaitable[RolloutBatch]]) -> RolloutBatch:
         """Waits for all the calls and joins their answers in order."""
-        tasks = [asyncio.ensure_future(self._wait(call, get or self._get_in_thread)) for call in calls]
+        tasks = [asyncio.ensure_future(self._wait(call, get)) for call in calls]
         try:
             parts = await asyncio.gather(*tasks)
         except BaseException:
             # Cancelling a waiter frees nothing: the actor goes on, and its thread with it, which then holds up the exit
             # of the program. So the *work* is cancelled; that ends the threads too.
-            import ray
-
-            for call, task in zip(calls, tasks, strict=True):
+            for task in tasks:
                 task.cancel()
-                ray.cancel(call.ref)
+            self._end_work(calls)
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
         metrics = [sample for part in parts for sample in part.meta_info.pop("metrics")]
@@ -367,6 +380,12 @@ class AgentLoopManager:
         del rollouts.meta_info["batch_id"], rollouts.meta_info["batch_size"], rollouts.columns["index"]
         rollouts.meta_info["timing"] = {"generate_s": time.perf_counter() - start, **_timing(metrics)}
         return rollouts
+
+    def _end_work(self, calls: list[_Call]) -> None:
+        import ray
+
+        for call in calls:
+            ray.cancel(call.ref)
 
     async def _get_in_thread(self, ref: Any) -> RolloutBatch:
         import ray
@@ -390,6 +409,8 @@ class AgentLoopManager:
                 alive = [i for i in range(len(self.agent_loop_workers)) if i not in dead]
                 if alive:
                     heir = alive[call.worker % len(alive)]
+                    # Without their places: of their batch some are through, and the servers would wait for them.
+                    call.chunk = call.chunk.with_columns(index=np.full(len(call.chunk), -1))
                     ref = self._submit(heir, call.chunk)
                 elif isinstance(error, ActorUnavailableError):  # Ray starts it again, and keeps the call until it is there
                     heir = call.worker
@@ -411,7 +432,13 @@ class OneStepOffAgentLoopManager(AgentLoopManager):
         before the caller has anything to await.
         """
         start = time.perf_counter()
-        return asyncio.ensure_future(self._collect(self._dispatch(prompts), start))
+        return self._started(self._dispatch(prompts), start, self._get_in_thread)
+
+    def _started(self, calls: list[_Call], start: float, get: Callable[[Any], Awaitable[RolloutBatch]]) -> asyncio.Task:
+        task = asyncio.ensure_future(self._collect(calls, start, get))
+        # Who is cancelled before its first turn never gets into `_collect`, which would end the work.
+        task.add_done_callback(lambda task: self._end_work(calls) if task.cancelled() else None)
+        return task
 
     def generate_groups(self, groups: Sequence[RolloutBatch]) -> list[Awaitable[RolloutBatch]]:
         """Starts generating for each of `groups` *now* and returns one awaitable for each: they come back as they finish.
@@ -419,21 +446,11 @@ class OneStepOffAgentLoopManager(AgentLoopManager):
         What fully asynchronous training needs: `cancel` brings all of them back at once, each response with the tokens it
         has, and a group that came back with cancelled responses is resumed by handing it in again.
         """
-        batch = {"batch_id": next(self._batches)}
-        unfinished = [
-            group["stop_reason"] == "abort" if "stop_reason" in group else np.ones(len(group), bool) for group in groups
-        ]
-        batch["batch_size"] = int(sum(part.sum() for part in unfinished))
-        waiting, place = [], 0
-        for i, (group, mine) in enumerate(zip(groups, unfinished, strict=True)):
-            # Finished responses ask nothing of a server, so only the others have a place in the batch.
-            index = np.where(mine, place + np.cumsum(mine) - 1, -1)
-            place += int(mine.sum())
-            chunk = group.with_columns(index=index)
-            chunk.meta_info |= batch
+        waiting = []
+        for i, chunk in enumerate(self._numbered(groups)):
             worker = i % len(self.agent_loop_workers)
             call = _Call(worker, chunk, self._submit(worker, chunk))
-            waiting.append(asyncio.ensure_future(self._collect([call], time.perf_counter(), self._get_as_future)))
+            waiting.append(self._started([call], time.perf_counter(), self._get_as_future))
         return waiting
 
     async def _get_as_future(self, ref: Any) -> RolloutBatch:
@@ -469,7 +486,7 @@ def _timing(metrics: list[dict[str, float]]) -> dict[str, float]:
     if not metrics:
         return {}
     seconds = np.array([sample["generate_sequences"] for sample in metrics])
-    preempted = np.array([sample.get("num_preempted", 0) for sample in metrics])
+    preempted = np.array([sample.get("num_preempted", -1) for sample in metrics])  # -1, as in verl: the loop does not say
     slowest = metrics[int(seconds.argmax())]
     return {
         "agent_loop/generate_sequences/min": float(seconds.min()),

@@ -120,8 +120,15 @@ class Loop:
     def __init__(self, notes: Path) -> None:
         self.notes = notes
 
-    async def run(self, sampling_params: dict[str, Any], *, uid: str, prompt_ids: np.ndarray, **_: Any) -> Any:
+    async def run(self, sampling_params: dict[str, Any], *, uid: str, prompt_ids: np.ndarray, ticket: Any, **_: Any) -> Any:
         (self.notes / f"{uid}-{os.getpid()}").touch()
+        try:
+            return await self.respond(sampling_params, uid, prompt_ids, ticket)
+        except asyncio.CancelledError:
+            (self.notes / f"cancelled {uid}").touch()
+            raise
+
+    async def respond(self, sampling_params: dict[str, Any], uid: str, prompt_ids: np.ndarray, ticket: Any) -> Any:
         if uid in sampling_params.get("raises", ()):
             raise KeyError("no such thing")
         if uid in sampling_params.get("kills_once", ()) and not (self.notes / "killed").exists():
@@ -131,7 +138,8 @@ class Loop:
             await asyncio.sleep(0.01)
         ids = prompt_ids.tolist()
         tokens = dict.fromkeys(TOKEN_COLUMNS, ids) | {"span_versions": [0], "span_lengths": [len(ids)]}
-        return SimpleNamespace(**tokens, extra_fields={"stop_reason": "stop"}, metrics={"num_preempted": 1})
+        _, place, size = ticket or ("", -1, 0)
+        return SimpleNamespace(**tokens, extra_fields={"stop_reason": "stop", "place": place, "size": size}, metrics={})
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +203,7 @@ def test_a_batch_of_any_size_comes_back_whole_and_in_order(idle: Any, n: int) ->
     timing = rollouts.meta_info.pop("timing")
     assert rollouts.meta_info == {"step": 5}, "the workers' metrics and the batch's own marks do not leak out"
     assert ("agent_loop/slowest/response_length" in timing) == (n > 0) and timing["generate_s"] > 0
+    assert timing.get("agent_loop/num_preempted/max", -1) == -1, "the loop does not say: no 0, which would claim to know"
     blocking = AgentLoopManager(workers).generate_sequences(batch_of(rows, step=5))
     assert rows_of(blocking) == rows_of(rollouts)
 
@@ -253,7 +262,7 @@ def test_a_timeout_names_who_did_not_answer(idle: Any) -> None:
     fresh(notes)
     with pytest.raises(TimeoutError, match=r"worker 0 with 1 sample \(s0\) did not answer within 1 s"):
         AgentLoopManager(workers, timeout_s=1).generate_sequences(batch_of([[1]], sampling_params={"waits": True}))
-    (notes / "go").touch()
+    asyncio.run(until((notes / "cancelled s0").exists))
 
 
 def test_cancelling_the_waiter_cancels_the_work(idle: Any) -> None:
@@ -270,8 +279,60 @@ def test_cancelling_the_waiter_cancels_the_work(idle: Any) -> None:
             await pending
         # "go" was never given: threads that still waited for the workers would hold this up for ever.
         await asyncio.wait_for(asyncio.to_thread(manager._threads.shutdown, True), 60)
+        await until(lambda: len(list(notes.glob("cancelled *"))) == 3)
 
     asyncio.run(scenario())
+
+
+def test_who_cancels_at_once_cancels_the_work_too(idle: Any) -> None:
+    """Before the event loop has had a turn: the work is under way, and no one has begun to wait for it."""
+    workers, notes = idle
+    fresh(notes)
+    manager = OneStepOffAgentLoopManager(workers)
+
+    async def scenario() -> None:
+        batch = batch_of([[1]] * 3, sampling_params={"waits": True})
+        pending = [
+            manager.generate_sequences_async(batch),
+            *manager.generate_groups([batch_of([[1]], sampling_params={"waits": True})]),
+        ]
+        end = time.monotonic() + 60
+        while len(list(notes.glob("s*"))) < 3:
+            assert time.monotonic() < end, "nothing was dispatched"
+            time.sleep(0.01)
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        assert all(task.cancelled() for task in pending)
+        await until(lambda: len(list(notes.glob("cancelled *"))) == 3)
+
+    asyncio.run(scenario())
+
+
+def test_groups_come_back_one_by_one_and_those_that_were_cut_go_on(idle: Any) -> None:
+    """A fresh group, one that was cut and one that is finished: each is an awaitable of its own. To the servers all of them are
+    one batch, in which each response that they are asked for has a place, and no other; so is a whole batch sent in again."""
+    workers, notes = idle
+    fresh(notes)
+    manager = OneStepOffAgentLoopManager(workers)
+    fresh_one, cut, finished = (batch_of([[i], [i, i]], which=i) for i in range(3))
+    cut = cut.with_columns(stop_reason=["stop", "abort"])
+    finished = finished.with_columns(stop_reason=["stop", "length"])
+
+    async def scenario() -> tuple[list[RolloutBatch], RolloutBatch]:
+        groups = await asyncio.gather(*manager.generate_groups([fresh_one, cut, finished]))
+        return groups, await manager.generate_sequences_async(RolloutBatch(cut.columns))
+
+    groups, again = asyncio.run(scenario())
+    for i, group in enumerate(groups):
+        assert [row.tolist() for row in group["response_ids"].rows()] == [[i], [i, i]]
+        assert group.meta_info.pop("timing") and group.meta_info == {"which": i} and "index" not in group
+    assert [group["place"].tolist() for group in groups] == [[0, 1], [-1, 2], [-1, -1]]
+    assert [group["size"].tolist() for group in groups] == [[3, 3], [0, 3], [0, 0]]
+    assert again["place"].tolist() == [-1, 0] and again["size"].tolist() == [0, 1]
+    late = OneStepOffAgentLoopManager(workers, timeout_s=1)
+    with pytest.raises(TimeoutError, match=r"worker 1 with 2 samples \(s0, s1\) did not answer within 1 s"):
+        asyncio.run(_await(lambda: late.generate_groups([fresh_one, batch_of([[1], [2]], sampling_params={"waits": True})])[1]))
 
 
 def test_the_chunk_of_a_worker_that_dies_is_generated_by_another(
@@ -293,36 +354,55 @@ def test_the_death_of_the_only_worker_says_what_was_lost(ray: Any, tmp_path: Pat
 
 
 def test_replicas_are_told_all_at_once(ray: Any) -> None:
-    """wake_up, sleep and clear_kv_cache reach every replica, and one's error is raised."""
+    """Each call reaches every replica before any has answered, and one's error is raised."""
 
     @ray.remote(num_cpus=0)
     class Replica:
-        def __init__(self) -> None:
-            self.calls: list[str] = []
+        def __init__(self, notes: Path, number: int) -> None:
+            self.notes, self.number = notes, number
 
-        async def sleep(self) -> None:
-            self.calls.append("sleep")
+        async def told(self, what: str) -> None:
+            """Waits until the other one is told as well."""
+            (self.notes / f"{what} {self.number}").touch()
+            await until(lambda: (self.notes / f"{what} {1 - self.number}").exists(), limit_s=20)
+
+        async def cancel(self) -> None:
+            await self.told("cancel")
+
+        async def resume(self) -> None:
+            await self.told("resume")
+
+        async def sleep(self, level: int = 1) -> None:
+            await self.told(f"sleep {level}")
 
         async def wake_up(self) -> None:
-            self.calls.append("wake_up")
+            await self.told("wake_up")
 
         async def clear_kv_cache(self) -> None:
             raise RuntimeError("refused")
 
-        async def seen(self) -> list[str]:
-            return self.calls
+    import tempfile
 
-    replicas = [Replica.remote() for _ in range(2)]
-    manager = OneStepOffAgentLoopManager([object()], replicas)
+    with tempfile.TemporaryDirectory() as folder:
+        manager = OneStepOffAgentLoopManager([object()], [Replica.remote(Path(folder), i) for i in range(2)])
 
-    async def scenario() -> None:
-        await manager.sleep()
-        await manager.wake_up()
-        with pytest.raises(RuntimeError, match="refused"):
-            await manager.clear_kv_cache()
+        async def scenario() -> None:
+            for call in (manager.cancel(), manager.resume(), manager.sleep(), manager.sleep(2), manager.wake_up()):
+                await call
+            with pytest.raises(RuntimeError, match="refused"):
+                await manager.clear_kv_cache()
 
-    asyncio.run(scenario())
-    assert ray.get([replica.seen.remote() for replica in replicas]) == [["sleep", "wake_up"]] * 2
+        asyncio.run(scenario())
+        calls = ("cancel", "resume", "sleep 1", "sleep 2", "wake_up")
+        assert {path.name for path in Path(folder).iterdir()} == {f"{call} {i}" for call in calls for i in range(2)}
+
+
+def test_integers_that_no_column_can_hold_are_refused() -> None:
+    """numpy would make floats of them, and give two seeds one value: twins."""
+    with pytest.raises(ValueError, match=r"5 and 9223372036854775811 have no integer type in common"):
+        RolloutBatch({"seed": [5, 2**63 + 3]})
+    assert RolloutBatch({"seed": [2**63 + 3]})[0] == {"seed": 2**63 + 3}
+    assert RolloutBatch({"reward": [1, 0.5]})["reward"].tolist() == [1, 0.5]
 
 
 def test_a_manager_without_workers_is_refused() -> None:
