@@ -41,6 +41,7 @@ import mmap
 import os
 import random
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,7 +67,7 @@ class AgentLoopOutput:
     spans              ((param_version, n_tokens), ...): who sampled which tokens, oldest first, versions never decreasing
     stop_reason        "stop" (EOS or a stop string), "length" (budget used up), "abort" (cancelled: resume me)
     num_turns          messages in the conversation, as verl counts: prompt and response make 2
-    metrics            the loop's own figures
+    metrics            the loop's own figures: num_calls, the calls of a server so far (they do not travel in a batch's columns)
     request_id         the name under which the servers know it: a resume uses it again, and so finds its cached prefix
 
     Raises ValueError where the lengths disagree.
@@ -335,13 +336,14 @@ class PartialSingleTurnAgentLoop(AgentLoopBase):
         if sampling_params.get("max_tokens") is not None:
             budget = min(budget, sampling_params["max_tokens"])
 
-        new_ids, new_logprobs, cancelled = [], [], False
+        new_ids, new_logprobs, cancelled, num_calls = [], [], False, output.metrics.get("num_calls", 0)
         if len(old_ids) < budget:  # Seam: with nothing left to ask for, no call is made
             stop_ids = self.stop_ids(sampling_params)
             params = remaining_params(sampling_params, len(old_ids), budget) | {"stop_token_ids": sorted(stop_ids)}
             request = {"prompt_ids": prompt_ids + old_ids, "sampling_params": params, "param_version": param_version}
             answer = await self.server_manager.generate_for_partial(request_id, ticket=ticket, **request)
             new_ids, new_logprobs, cancelled = answer
+            num_calls += 1
             if len(new_ids) != len(new_logprobs) or not all_finite(new_logprobs):
                 # Seam: a missing logprob must not become 0.0, which would claim that the token was certain.
                 raise ValueError(f"{len(new_ids)} tokens came back with logprobs {new_logprobs!r}: one is missing")
@@ -360,7 +362,7 @@ class PartialSingleTurnAgentLoop(AgentLoopBase):
             if cut := find_stop(response_ids, stop, sampling_params.get("min_tokens", 0), self.decode):
                 response_ids, logprobs, reason = response_ids[:cut], logprobs[:cut], "stop"
         spans = extend_spans(output.spans, param_version, len(response_ids) - len(old_ids))
-        more = {"metrics": {"num_calls": output.metrics.get("num_calls", 0) + 1}, "request_id": request_id}
+        more = {"metrics": {"num_calls": num_calls}, "request_id": request_id}
         return AgentLoopOutput(prompt_ids, response_ids, [1] * len(response_ids), logprobs, spans, reason, **more)
 
 
@@ -419,7 +421,15 @@ class LLMServerManager:
         self.in_flight[server] += 1
         try:
             method = self.servers[server].generate_for_partial
-            answer = await getattr(method, "remote", method)(request_id, ticket=ticket, **request)
+            call = getattr(method, "remote", method)(request_id, ticket=ticket, **request)
+            try:
+                answer = await call
+            except asyncio.CancelledError:
+                if hasattr(method, "remote"):  # an actor goes on, whoever waits for it
+                    import ray
+
+                    ray.cancel(call)
+                raise
         finally:
             self.in_flight[server] -= 1
         token_ids, _, is_cancel = answer
@@ -486,6 +496,9 @@ class VLLMServer:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if engine_args.get("tensor_parallel_size", 1) == 1 else "1"
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # what WorkerExtension reaches into
         os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        if (engine_args.get("weight_transfer_config") or {}).get("backend") == "ipc":
+            # What the trainer sends are handles of its GPU's memory, which vLLM will only pickle.
+            os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         self.cores = cores
         if cores is not None:
             os.environ["OMP_NUM_THREADS"] = str(len(cores))
@@ -514,12 +527,14 @@ class VLLMServer:
         # A file without a name: the engine's process opens it through /proc, and it goes with this process however that ends.
         # It is kept from sync to sync: memory that is touched anew takes twice as long as the copy.
         self._weights_file, self._weights_map = os.memfd_create("weights"), None
+        weakref.finalize(self, os.close, self._weights_file)
         self._logprobs = LogprobTable.create(self.engine.model_config.max_model_len)
         self._closed_by: set[str] = set()  # why no request is taken: "cancel", "sleep", "update"
         self._door = asyncio.Lock()  # held while a request goes in, and while the door moves: none is ever half-way
         self._paused = False  # from a sync until the next request is in: vLLM sleeps 0.02 s in each pause, so one is enough
         self._batches: dict[Any, list[tuple[int, Callable, asyncio.Future]]] = {}  # tickets that wait
         self.exit_when_dead = exit_when_dead
+        self._watching: asyncio.Future | None = None
         self._has_weights = asyncio.Event()
         if not wait_for_weights():
             self._has_weights.set()
@@ -532,7 +547,9 @@ class VLLMServer:
     async def ready(self) -> dict[str, Any]:
         """Answers once requests can be served: pid, cores and threads of the engine's process."""
         await self._install_sampler()
-        await self.engine.collective_rpc("die_with_parent")
+        await self.engine.collective_rpc("die_with_server", args=(os.getpid(),))
+        if self.exit_when_dead and self._watching is None:
+            self._watching = asyncio.ensure_future(self._exit_with_engine())
         gc.collect()
         gc.freeze()  # what vLLM has imported stays; to look through it for garbage took 0.35 s in every tenth batch of 128
         if self.cores is not None:  # only now: while everything is being imported, any core will do
@@ -540,6 +557,11 @@ class VLLMServer:
             # beside the engine it would hold up the next step, which made a step of fit_sync a tenth longer.
             await self.engine.collective_rpc("pin", args=(list(self.cores),))
         return (await self.engine.collective_rpc("describe"))[0]
+
+    async def _exit_with_engine(self) -> None:
+        while not self.engine.errored:  # noqa: ASYNC110  (vLLM tells no one)
+            await asyncio.sleep(1)
+        os._exit(1)  # what it was asked at that moment is never answered, and would hold the door
 
     @_needs_engine
     async def ping(self) -> bool:
@@ -584,9 +606,9 @@ class VLLMServer:
 
         `sampling_params` are vLLM's; `seed` makes the noise a function of (seed, absolute position). `logprobs` are
         those of the distribution that was sampled, in nats, one per token.
-        A request that finds the door closed, or other weights than `param_version`, gets ([], [], True) at once and
-        leaves nothing behind. `ticket` (batch, index, size) makes it wait for the other requests of its batch, which
-        then go in together, by index: see `_take_batch`. Raises RuntimeError where vLLM ends it by an error.
+        A request that finds the door closed, or other weights than `param_version`, gets ([], [], True), once an update that is
+        under way is through, and leaves nothing behind. `ticket` (batch, index, size) makes it wait for the other requests of
+        its batch, which then go in together, by index: see `_take_batch`. Raises RuntimeError where vLLM ends it by an error.
         """
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -631,7 +653,10 @@ class VLLMServer:
             # what the order within a batch, and the door, need to know.
             return await self.engine.add_request(request_id, tokens_input(prompt_ids), vllm_params)
 
-        await self._has_weights.wait()
+        if not self._has_weights.is_set():
+            # This server was started again, in the middle of a batch of which some may be finished: no one waits for those.
+            ticket = None
+            await self._has_weights.wait()
         await self._install_sampler()
         outputs = None
         try:
@@ -696,6 +721,8 @@ class VLLMServer:
             raise
         finally:
             entered.cancel()  # a caller that gave up meanwhile is not put in; else a no-op
+            if self._batches.get(batch) is waiting and all(entered.done() for _, _, entered in waiting):
+                del self._batches[batch]  # all have given up
 
     async def _enter_together(self, waiting: list[tuple[int, Callable, asyncio.Future]]) -> None:
         async with self._door:
@@ -847,8 +874,10 @@ class LogprobTable:
 
     @classmethod
     def create(cls, width: int) -> LogprobTable:
-        """A new one. Its file has no name in any folder, and is gone when this process ends."""
-        table = cls(f"/proc/{os.getpid()}/fd/{os.memfd_create('logprobs')}", width)
+        """A new one. Its file has no name in any folder, and is gone when the table or this process ends."""
+        file = os.memfd_create("logprobs")
+        table = cls(f"/proc/{os.getpid()}/fd/{file}", width)
+        weakref.finalize(table, os.close, file)
         table._free = list(table._free)  # a heap: the lowest are used first
         return table
 
@@ -881,13 +910,26 @@ class WorkerExtension:
         cores = sorted(os.sched_getaffinity(0))
         return {"pid": os.getpid(), "cores": cores, "threads": torch.get_num_threads(), "device": str(self.device)}
 
-    def die_with_parent(self) -> None:
-        """Has the kernel end this process when its parent ends, in whatever way: a killed actor leaves no engine behind."""
+    def die_with_server(self, server: int) -> None:
+        """Has the engine end when the process `server` ends, in whatever way: a killed actor leaves no engine behind.
+
+        This process is the engine, or one of several that share the weights and that the engine has started.
+        """
         import ctypes
+        import select
         import signal
+        import threading
 
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if (engine := os.getppid()) != server:
+            ends = os.pidfd_open(server)
+
+            def follow() -> None:
+                select.select([ends], [], [])
+                os.kill(engine, signal.SIGKILL)  # its other children end with it, this process too
+
+            threading.Thread(target=follow, daemon=True).start()
         # The lock of tqdm's progress bars is a semaphore with a name, a file in /dev/shm. In use it needs the name no more, and
         # whoever is killed cannot take it away.
         from multiprocessing.synchronize import SemLock
@@ -945,15 +987,36 @@ class WorkerExtension:
         runner.sampler.gather_logprobs = gather_logprobs
 
     def load_weights(self, path: str) -> None:
-        """Loads a safetensors file into the running model.
+        """Loads a safetensors file into the running model. Raises ValueError where it lacks a weight. After an error some
+        weights are the old ones and some the new ones; the next file is loaded as if that one had never been.
 
-        On a CPU vLLM repacks each weight matrix and empties the original, so a plain `load_weights` corrupts the model:
-        `reload_weights` undoes and redoes the packing, but misses a head that is tied to the embedding.
+        On a CPU vLLM repacks each weight matrix and empties the original, so a plain `load_weights` corrupts the model: its
+        reload undoes and redoes the packing, but misses a head that is tied to the embedding.
         """
         from safetensors.torch import load_file
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-        self.model_runner.reload_weights(weights_iterator=iter(load_file(path).items()))
-        head = getattr(self.model_runner.get_model(), "lm_head", None)
+        model, weights = self.model_runner.get_model(), load_file(path)
+        names = {name for name, _ in model.named_parameters()}
+        initialize_layerwise_reload(model)
+        try:
+            loaded = model.load_weights(iter(weights.items()))
+            missing = set() if loaded is None else names - loaded
+            for fused, parts in getattr(model, "packed_modules_mapping", {}).items():  # of which one part passes for all
+                for mine in ({name.replace(fused, part) for part in parts} for name in names if f".{fused}." in name):
+                    missing |= mine - weights.keys() if mine & weights.keys() else set()
+            if missing:
+                raise ValueError(f"{len(missing)} weights are missing, such as {min(missing)}: send all of them")
+        except BaseException:
+            for layer in model.modules():  # what has been read of it would count for the next file
+                info = get_layerwise_info(layer)
+                info.load_numel = 0
+                info.loaded_weights.clear()
+            raise
+        finally:
+            finalize_layerwise_reload(model, self.model_config)
+        head = getattr(model, "lm_head", None)
         if hasattr(head, "cpu_linear") and head.weight.numel():
             from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
