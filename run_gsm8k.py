@@ -117,7 +117,7 @@ class Config:
     dtype: L["float32", "bfloat16"] = knob("float32", "rollouts", "of the weights, in training and rollouts")
     max_num_seqs: int = knob(256, "rollouts", "sequences that an engine decodes at once")
     kv_cache_mb: int = knob(512, "rollouts", "key-value cache of an engine on a CPU, MiB")
-    timeout_s: float = knob(1800.0, "rollouts", "a batch that takes longer ends the run, seconds")
+    timeout_s: float = knob(1800.0, "rollouts", "a batch, or the start, that takes longer ends the run, seconds")
     server_timeout_s: float = knob(60.0, "rollouts", "a server that is silent for longer is killed and started again, seconds")
 
     rollout_servers: int = knob(1, "machines", "vLLM engines")
@@ -137,14 +137,14 @@ class Config:
     eval_problems: int = knob(256, "evaluation", "held-out problems, answered greedily before and after; 0: none")
     eval_only: bool = knob(False, "evaluation", "answer --eval-problems of the test set greedily, print the accuracy, and stop")
     eval_every: int = knob(0, "evaluation", "also every so many steps; 0: only before and after")
-    reward: L["strict", "flexible"] = knob("strict", "evaluation", "the number after the last ####, or the last number")
+    reward: L["strict", "flexible"] = knob("strict", "evaluation", "the one number after the last ####, or the last number")
     format_score: float = knob(0.0, "evaluation", "reward of a wrong number after ####, below 1; no part of the accuracy")
 
     out: str = knob("runs", "output", "folder of all runs")
     name: str = knob("", "output", "folder of this run in --out; default: date, time, preset, mode and seed")
     save_every: int = knob(10, "output", "steps between checkpoints; 0: only the final policy")
     keep: int = knob(2, "output", "checkpoints kept")
-    resume: bool = knob(False, "output", "go on from the newest complete checkpoint of --name")
+    resume: bool = knob(False, "output", "go on with the run --name from its newest complete checkpoint, or with a comparison")
     report_to: L["none", "tensorboard", "wandb"] = knob("none", "output", "send the metrics there as well, if it is installed")
     build_pocket: bool = knob(False, "output", f"make {POCKET.name}/ again (about 40 minutes) and stop")
     verbose: bool = knob(False, "output", "let vLLM, Ray and transformers say all they have to say")
@@ -173,11 +173,16 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+def _shown(preset: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {POCKET.name if value == str(POCKET) else value}" for name, value in preset.items())
+
+
 def parse_config(argv: Sequence[str]) -> tuple[Config, str]:
     """Command line to Config, and a sentence on which preset it is and why. Raises UsageError for values that cannot be."""
     parser = argparse.ArgumentParser(
         prog="run_gsm8k.py",
         description="Teach a language model to reason by GRPO, with rollouts on vLLM and Ray.",
+        epilog="; ".join(f"[...] with preset {name}: {_shown(preset)}" for name, preset in PRESETS.items()),
         formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=30, width=118),
     )
     types = get_type_hints(Config)
@@ -202,7 +207,9 @@ def parse_config(argv: Sequence[str]) -> tuple[Config, str]:
             given[name] = str(Path(given[name]).resolve())
     saved = read_saved_config(given) if given.get("resume") else {}
     preset = given.get("preset") or saved.get("preset") or "auto"
-    why = "chosen by --preset"
+    why = "that of the run" if saved else "chosen by --preset"
+    if given.get("compare") and "mode" in given:
+        raise UsageError(f"--compare runs all three loops, so not --mode {given['mode']} alone: leave one of them out")
     if preset == "auto":
         gpu, own = count_gpus() > 0, given.get("model", str(POCKET)) != str(POCKET) or given.get("data", "pocket") != "pocket"
         preset = "qwen" if gpu else "gsm8k" if own else "pocket"
@@ -230,11 +237,18 @@ def read_saved_config(given: Mapping[str, Any]) -> dict[str, Any]:
             f"{file} is of another version of this program, by {', '.join(sorted(differing))}: resume with that version, or "
             f"start anew with another --name"
         )
-    for name in ("mode", "model", "data", "seed", "batch_size", "group_size", "temperature"):
+    for name in ("preset", "mode", "model", "data", "seed", "batch_size", "group_size", "temperature"):
         moved = name in ("model", "data") and saved[name].startswith("/") and not Path(saved[name]).exists()
         if given.get(name, saved[name]) != saved[name] and not moved:
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(f"{flag} {given[name]}: {folder} was begun with {saved[name]}; leave {flag} out, or start anew")
+    if bool(given.get("compare", saved["compare"])) != bool(saved["compare"]):
+        raise UsageError(f"--compare: {folder} is one run; leave --compare out, or start anew")
+    for name in ("max_staleness", "steps") if saved["mode"] == "partial" else ():
+        # Groups under way were admitted for the bounds that it had: some could not be trained in time, or would be twice.
+        if given.get(name, saved[name]) < saved[name]:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} {given[name]}: {folder} was begun with {saved[name]}; give no less, or start anew")
     return saved | {"out": out}  # the folder itself may have moved, too
 
 
@@ -268,6 +282,10 @@ def check_config(config: Config) -> None:
         value = getattr(config, name)
         if not (value > 0 and math.isfinite(value)):
             raise UsageError(f"--{name.replace('_', '-')} {value}: give a number above 0")
+    if not math.isfinite(config.kl_coef):
+        raise UsageError(f"--kl-coef {config.kl_coef}: give a finite number, 0 or above")
+    if config.seed > 2**31 - 1:
+        raise UsageError(f"--seed {config.seed}: give at most {2**31 - 1}")
     if config.report_to != "none" and importlib.util.find_spec(config.report_to) is None:
         raise UsageError(f"--report-to {config.report_to}: it is not installed here; pip install {config.report_to}")
     if config.eval_only and not config.eval_problems:
@@ -278,8 +296,6 @@ def check_config(config: Config) -> None:
         raise UsageError("--compare runs all three loops, and --colocate only sync: leave one of them out")
     if config.compare and config.eval_only:
         raise UsageError("--compare trains, and --eval-only does not: leave one of them out")
-    if config.compare and config.resume:
-        raise UsageError("--compare cannot be resumed: leave --resume out, or resume its runs one by one")
     if not 0 <= config.format_score < 1:
         raise UsageError(f"--format-score {config.format_score}: give at least 0, and less than the 1 of a right answer")
     if not 0 <= config.gpu_memory_utilization <= 1:
@@ -290,8 +306,8 @@ def check_config(config: Config) -> None:
         )
     if config.colocate and config.ray_address:
         raise UsageError("--colocate shares the GPU of this machine, and --ray-address lends others: leave one of them out")
-    if config.temperature > 2:
-        raise UsageError(f"--temperature {config.temperature}: vLLM takes at most 2")
+    if not 0.01 <= config.temperature <= 2:
+        raise UsageError(f"--temperature {config.temperature}: vLLM samples between 0.01 and 2")
 
 
 def count_gpus() -> int:
@@ -485,7 +501,7 @@ def can_reach(url: str) -> bool:
     """Whether the host of `url` answers within five seconds; where there is a proxy, that is for the proxy to say."""
     parts = urlsplit(url)
     try:
-        if not getproxies():
+        if not getproxies().keys() - {"no"}:
             port = parts.port or {"http": 80, "https": 443}[parts.scheme]
             socket.create_connection((parts.hostname, port), timeout=5).close()
     except OSError:
@@ -874,16 +890,22 @@ def plan_devices(config: Config, gpus: int) -> Plan:
         return Plan("cpu", False, {"CPU": 1}, {"CPU": 1}, args)
     servers, each = config.rollout_servers, config.tensor_parallel_size
     trainers = 0 if config.eval_only else config.trainer_workers
+    colocate = config.colocate and not config.eval_only
     needed = trainers + servers * each
-    shared = not config.ray_address and (config.colocate or gpus < needed)
+    shared = not config.ray_address and (colocate or gpus < needed)
     if shared and (servers, each, trainers) != (1, 1, 1):
+        if colocate:
+            raise UsageError(
+                "--colocate: one server and one trainer take turns on one GPU; leave out --rollout-servers, "
+                "--tensor-parallel-size and --trainer-workers, or --colocate"
+            )
         raise UsageError(
             f"--trainer-workers {trainers} and --rollout-servers {servers} with --tensor-parallel-size {each} take {needed} "
             f"GPUs, and {gpus} are here: lower one of them (a single server may share the GPU of a single trainer)"
         )
     args = {
-        "gpu_memory_utilization": config.gpu_memory_utilization or (0.7 if config.colocate else 0.5 if shared else 0.9),
-        "enable_sleep_mode": config.colocate,
+        "gpu_memory_utilization": config.gpu_memory_utilization or (0.7 if colocate else 0.5 if shared else 0.9),
+        "enable_sleep_mode": colocate,
         "weight_transfer_config": {"backend": "ipc" if shared else "nccl"},
     }
     return Plan("cuda", shared, {"CPU": 1} if shared else {"CPU": 1, "GPU": each}, {"CPU": 1, "GPU": 1}, args)
@@ -945,7 +967,7 @@ def start_ray(config: Config, temporary: str, hide_gpus: int = 0) -> None:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[hide_gpus:])
         ray.init(
             address="local",  # whatever RAY_ADDRESS says
-            num_cpus=config.rollout_servers + config.trainer_workers,  # a number for each that `reserve` asks for, no more
+            num_cpus=config.rollout_servers + config.trainer_workers,  # as many as `reserve` asks for, and this process
             _node_ip_address="127.0.0.1",
             include_dashboard=False,
             _temp_dir=temporary,
@@ -994,10 +1016,13 @@ def make_trainer(config: Config, source: str, resume_from: Path | None, device: 
     dtype = getattr(torch, config.dtype)
     torch.manual_seed(config.seed)
     knobs = {f.name for f in dataclasses.fields(GRPOTrainer) if f.init} - {"model", "reference"}
-    model = load_policy(source, dtype, config.gradient_checkpointing).to(device)
+
+    def place(model: Any) -> Any:
+        return shard(model.to(device)) if torch.distributed.is_initialized() else model.to(device)
+
     trainer = GRPOTrainer(
-        shard(model) if torch.distributed.is_initialized() else model,
-        reference=load_policy(config.model, dtype).to(device) if config.kl_coef else None,
+        place(load_policy(source, dtype, config.gradient_checkpointing)),
+        reference=place(load_policy(config.model, dtype)) if config.kl_coef else None,
         **{name: value for name, value in dataclasses.asdict(config).items() if name in knobs},
     )
     if resume_from:
@@ -1271,7 +1296,11 @@ class Run:
         self.temporary = tempfile.mkdtemp(prefix="ray-")
         # What vLLM leaves behind when it is killed, sockets most of all, goes with this folder; what torch compiles is to stay,
         # where torch keeps it.
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+        try:
+            user = getpass.getuser()
+        except (KeyError, OSError):  # a container may run under a number that has no name
+            user = str(os.getuid())
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{user}")
         self.tmpdir, os.environ["TMPDIR"] = os.environ.get("TMPDIR"), self.temporary
         start_ray(
             self.config,
@@ -1317,10 +1346,11 @@ class Run:
 
         from trainer import Timeline
 
-        if trainer_cores:
-            mine = trainer_cores[:: config.trainer_workers]
-            os.sched_setaffinity(0, mine)
+        if on_cpu:
+            mine = split_cores()[0][:: config.trainer_workers]
             torch.set_num_threads(len(mine))
+            if trainer_cores:
+                os.sched_setaffinity(0, mine)
         self.timeline, self.trainer = Timeline(), None
         if not config.eval_only:
             self._make_trainer(plan.device, trainer_cores, places)
@@ -1332,8 +1362,13 @@ class Run:
         workers = [worker_actor.remote(make_loop) for _ in range(config.workers)]
         self.actors += workers
         self.manager = OneStepOffAgentLoopManager(workers, self.servers, timeout_s=config.timeout_s)
-        devices = ray.get([server.ready.remote() for server in self.servers], timeout=config.timeout_s)
-        ray.get([worker.ready.remote() for worker in workers], timeout=config.timeout_s)
+        try:
+            # Once: Ray would print a page for each that it tries again.
+            ready = [server.ready.options(max_task_retries=0).remote() for server in self.servers]
+            devices = ray.get(ready, timeout=config.timeout_s)
+            ray.get([worker.ready.remote() for worker in workers], timeout=config.timeout_s)
+        except ray.exceptions.GetTimeoutError:
+            raise TimeoutError(f"servers and workers were not up within {config.timeout_s:g} s: raise --timeout-s") from None
         if self.trainer and not on_cpu:
             self.transfer = GPUTransfer(self.servers, self.trainer, plan, config.tensor_parallel_size)
         if self.trainer:
@@ -1372,7 +1407,9 @@ class Run:
         self.first_rollouts = None
         if self.resume_from:
             waiting = self.resume_from / "trainer" / "rollouts.npz"  # there are none at the end of a run
-            self.first_rollouts = RolloutBatch.load(waiting) if waiting.exists() else None
+            if waiting.exists():
+                self.first_rollouts = RolloutBatch.load(waiting)
+                self.first_rollouts.meta_info["timing"] = {"generate_s": 0.0}  # in this launch
 
     # -- what the loops call
 
@@ -1468,7 +1505,7 @@ class Run:
                 ping = asyncio.wrap_future(server.ping.options(max_task_retries=0).remote().future())
                 await asyncio.wait({death, ping}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
                 if not ping.done() and not death.done():
-                    return self._kill(i, f"did not answer within {limit_s:g} s")
+                    return self._kill(i, f"did not answer within {limit_s:g} s (if it is only slow, raise --server-timeout-s)")
                 await asyncio.wait({death}, timeout=period_s)
         finally:
             death.cancel()
@@ -1510,6 +1547,16 @@ class Run:
         await self.manager.clear_kv_cache()
         answered = [read_answer(text) is not None for text in rollouts["text"]]
         return {"accuracy": float((rollouts["rewards"] == 1).mean()), "answered": sum(answered) / len(answered)}
+
+    def _measured(self) -> dict[str, Any]:
+        return {"problems": len(self.test_prompts), "reward": self.config.reward}
+
+    def read_before(self) -> dict[str, float] | None:
+        """What an earlier launch measured before training: a resumed run has no weights to do so any more. None if none has, or
+        not in the way in which this one will measure after it."""
+        file = self.folder / "before.json"
+        before = json.loads(file.read_text()) if file.exists() else {}
+        return before if self._measured().items() <= before.items() else None
 
     async def evaluate_only(self) -> None:
         """Prints what the policy can do as it is."""
@@ -1593,11 +1640,10 @@ class Run:
 
         config = self.config
         await self.sync()
-        before_file = self.folder / "before.json"  # a resumed run has no weights to measure this with any more
-        before = json.loads(before_file.read_text()) if before_file.exists() else None
+        before = self.read_before()
         if before is None and config.eval_problems and not self.first_step:
             before = await self.held_out()
-            write_whole(before_file, json.dumps(before))
+            write_whole(self.folder / "before.json", json.dumps(before | self._measured()))
             say(f"before     {before['accuracy']:.3f} of {len(self.test_prompts)} held-out problems answered correctly")
         self.bar = Progress(config.steps, self.first_step)
         self.tracker = Tracker(config.report_to, self.folder, config)
@@ -1612,7 +1658,8 @@ class Run:
             self.tracker.close()
             self.timeline.save(self.folder / "timeline.json")
         seconds = time.perf_counter() - start
-        self.save(config.steps)
+        if self.first_step < config.steps:  # else it is what this launch began with
+            self.save(config.steps)
         after = None
         if config.eval_problems:
             await self.sync()
@@ -1750,7 +1797,11 @@ class Tracker:
         elif report_to == "wandb":
             import wandb
 
-            run = wandb.init(project="gsm8k", name=folder.name, dir=str(folder), config=dataclasses.asdict(config))
+            same = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[
+                :16
+            ]  # one run there, however often it is resumed here
+            more = {"id": same, "resume": "allow", "config": dataclasses.asdict(config)}
+            run = wandb.init(project="gsm8k", name=folder.name, dir=str(folder), **more)
             self.log = lambda row: run.log(row, step=row["step"])
             self.close = run.finish
 
@@ -1889,15 +1940,23 @@ def draw_comparison(runs: Mapping[tuple[str, int], Sequence[dict[str, float]]], 
 def compare(config: Config, heard: Callable[[], None]) -> None:
     """All three loops, with the same seeds, each run in a process of its own: a table, and two pictures.
 
-    Raises UsageError as a run does, and SystemExit with the status of a run that fails; calls `heard` when interrupted.
+    With --resume it goes on where it stopped: with the run that did not end, and those that had not begun. Raises UsageError as
+    a run does, and SystemExit where a run fails; calls `heard` when interrupted.
     """
     folder = Path(config.out) / (config.name or time.strftime(f"%Y%m%d-%H%M%S-{config.preset}-compare"))
-    if folder.exists() and any(folder.iterdir()):
-        raise UsageError(f"{folder} exists already: choose another --name")
+    if folder.exists() and not config.resume and any(folder.iterdir()):
+        raise UsageError(f"{folder} exists already: choose another --name, or go on with it by --resume")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "config.json", json.dumps(dataclasses.asdict(config) | {"resume": False}, indent=1) + "\n")
     todo = [(mode, config.seed + i) for i in range(config.compare) for mode in ("sync", "one-step-off", "partial")]
     for number, (mode, seed) in enumerate(todo, start=1):
+        name = f"{mode}-{seed}"
         say(f"\n---- {mode}, seed {seed} (run {number} of {len(todo)}) ----")
-        one = dataclasses.replace(config, mode=mode, seed=seed, compare=0, out=str(folder), name=f"{mode}-{seed}")
+        if (folder / name / "summary.json").exists():
+            say("done before")
+            continue
+        begun = (folder / name / "config.json").exists()
+        one = dataclasses.replace(config, mode=mode, seed=seed, compare=0, out=str(folder), name=name, resume=begun)
         # A session of its own, so that Ctrl-C reaches it once: from here.
         process = subprocess.Popen([sys.executable, str(HERE / "run_gsm8k.py"), *to_argv(one)], start_new_session=True)
         try:
@@ -1910,7 +1969,10 @@ def compare(config: Config, heard: Callable[[], None]) -> None:
             process.kill()
             raise
         if status:
-            raise SystemExit(status)
+            how = f"status {status}" if status > 0 else f"signal {-status}"
+            argv = ["--out", config.out, "--name", folder.name, "--resume"]
+            print(f"error: run {name} ended with {how}; go on with {shlex.join(argv)}", file=sys.stderr)
+            raise SystemExit(status if status > 0 else 1)
     runs = {(mode, seed): folder / f"{mode}-{seed}" for mode, seed in todo}
     rows = {key: [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()] for key, path in runs.items()}
     draw_comparison(rows, folder / "compare.png")
@@ -1965,18 +2027,27 @@ def summarize(run: Run, result: dict[str, Any]) -> None:
     say(f"files              {run.folder}/: {files}")
 
 
+def what_engines_said(temporary: str) -> list[str]:
+    """What vLLM's engines have written of their errors, line by line: only in Ray's logs, which go when the run ends."""
+    logs = "".join(path.read_text(errors="replace") for path in sorted(Path(temporary).glob("session_2*/logs/worker-*.???")))
+    return re.findall(r"^.*EngineCore.* ERROR [^\]]*\] (.*\S)", logs, re.M)
+
+
 def describe_failure(run: Run, error: Exception) -> str:
     """One line: what went wrong, where its traceback is, and how to go on. Writes the traceback, if the disk takes it, and if
     the run has a folder."""
     said = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     # Of an actor that died in its constructor Ray says so first, and why at the end of a traceback.
     line = f"error: {said[0]}{f' {said[-1]}' if 'error raised in its creation task' in said[0] else ''}"
+    engine = what_engines_said(run.temporary) if "Engine core initialization failed" in said[-1] else []
+    if engine:
+        line = f"error: vLLM's engine did not start: {engine[-1]}"
     try:
         if run.locked is None:
             line += "; --verbose shows its traceback"
         else:
             file = run.folder / "error.txt"
-            file.write_text("".join(traceback.format_exception(error)))
+            file.write_text("".join(traceback.format_exception(error)) + "".join(f"\n{said}" for said in engine))
             line += f"; traceback in {file}"
     except OSError:
         pass
@@ -2003,7 +2074,10 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         # A shell that starts us in the background has SIGINT ignored.
-        handlers = {number: lambda *_: signal.raise_signal(signal.SIGINT) for number in (signal.SIGTERM, signal.SIGHUP)}
+        others = [signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+            others.append(signal.SIGHUP)
+        handlers: dict[int, Any] = {number: lambda *_: signal.raise_signal(signal.SIGINT) for number in others}
         handlers[signal.SIGINT] = signal.default_int_handler
         self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         self._heard = threading.Event()
@@ -2076,6 +2150,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("interrupted", file=sys.stderr)
             return 130
         except Exception as error:
+            if run is None and isinstance(error, OSError) and error.filename is not None:  # a path that cannot be looked at
+                print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+                return 2
             if run is None or (run.locked is None and config.verbose):
                 raise
             print(describe_failure(run, error), file=sys.stderr)

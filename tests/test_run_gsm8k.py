@@ -248,7 +248,12 @@ def test_each_response_has_a_seed_of_its_own_that_depends_on_nothing_else() -> N
         (["--eval-only", "--eval-problems", "0"], "--eval-only with --eval-problems 0: give at least 1"),
         (["--eval-every", "2", "--eval-problems", "0"], "--eval-every 2 with --eval-problems 0: give at least 1 problem"),
         (["--compare", "-1"], "--compare -1: give at least 0"),
-        (["--compare", "--mode", "sync", "--colocate"], "--compare runs all three loops, and --colocate only sync"),
+        (["--compare", "--colocate"], "--compare runs all three loops, and --colocate only sync"),
+        (["--compare", "--mode", "sync"], "--compare runs all three loops, so not --mode sync alone: leave one of them out"),
+        (["--temperature", "0.001"], "--temperature 0.001: vLLM samples between 0.01 and 2"),
+        (["--kl-coef", "nan"], "--kl-coef nan: give a finite number, 0 or above"),
+        (["--seed", str(2**31)], "--seed 2147483648: give at most 2147483647"),
+        (["--data", "x" * 300], "xxx: File name too long"),
         (["--trainer-workers", "0"], "--trainer-workers 0: give at least 1"),
         (["--format-score", "1"], "--format-score 1.0: give at least 0, and less than the 1 of a right answer"),
         (["--colocate"], "--colocate with --mode one-step-off: rollouts go on while it trains; use --mode sync"),
@@ -331,6 +336,128 @@ def test_a_run_is_resumed_where_it_lies_now(tmp_path: Path, monkeypatch: pytest.
     assert parse_config([*resume, "--model", "moved"])[0].model == str(tmp_path / "moved")
     with pytest.raises(UsageError, match=r"--seed 1: .* was begun with 0; leave --seed out"):
         parse_config([*resume, "--seed", "1"])
+
+
+def test_what_would_break_a_promise_of_the_run_is_not_changed_on_the_way(tmp_path: Path) -> None:
+    """Groups under way in partial mode were admitted for its bounds: with a lower one some could not be trained in time, and
+    the run would end there; with fewer steps, and then more, some would be trained twice. Elsewhere steps may change."""
+    begun(tmp_path / "run", "--mode", "partial", "--max-staleness", "2", "--steps", "9")
+    resume = ["--out", str(tmp_path), "--resume", "--name"]
+    for flag, less in (("--max-staleness", "1"), ("--steps", "8")):
+        with pytest.raises(UsageError, match=rf"{flag} {less}: .* was begun with {int(less) + 1}; give no less, or start anew"):
+            parse_config([*resume, "run", flag, less])
+    assert parse_config([*resume, "run", "--max-staleness", "3", "--steps", "10"])[0].max_staleness == 3
+    with pytest.raises(UsageError, match=r"--preset qwen: .* was begun with pocket; leave --preset out"):
+        parse_config([*resume, "run", "--preset", "qwen"])
+    with pytest.raises(UsageError, match=r"--compare: .* is one run; leave --compare out"):
+        parse_config([*resume, "run", "--compare"])
+    begun(tmp_path / "sync", "--mode", "sync", "--steps", "9")
+    config, why = parse_config([*resume, "sync", "--steps", "8"])
+    assert config.steps == 8 and why == "preset pocket: that of the run"
+
+
+def test_an_accuracy_before_is_only_set_beside_one_of_the_same_kind(tmp_path: Path) -> None:
+    """A run that is resumed with other problems, or another reward, has none."""
+    run = run_gsm8k.Run(parse_config(["--preset", "pocket", "--out", str(tmp_path), "--name", "run"])[0])
+    run.folder.mkdir()
+    run.test_prompts = [1] * 256
+    assert run.read_before() is None
+    before = {"accuracy": 0.5, "answered": 1.0, "problems": 256, "reward": "strict"}
+    (run.folder / "before.json").write_text(json.dumps(before))
+    assert run.read_before() == before
+    run.test_prompts = [1] * 64
+    assert run.read_before() is None
+    run.test_prompts, run.config.reward = [1] * 256, "flexible"
+    assert run.read_before() is None
+
+
+def test_a_comparison_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """One run killed in the middle, and one that fails: what is done is not done again, what was begun is resumed, and at the
+    end there is the same table. A run that is ended by a signal is named, since it says nothing itself."""
+    launched: list[tuple[str, bool]] = []
+    ends = {"one-step-off-0": [-9, 0], "sync-1": [1, 0]}
+
+    class Process:
+        def __init__(self, argv: list[str], **_: Any) -> None:
+            config, _ = parse_config(argv[2:])
+            launched.append((config.name, config.resume))
+            self.status = ends.get(config.name, [0]).pop(0)
+            folder = Path(config.out) / config.name
+            folder.mkdir(exist_ok=True)
+            (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
+            if self.status == 0:
+                row = {"step": 0, "reward": 0.5, "staleness/mean": 0.0, "staleness/max": 0, "partial_fraction": 0.0}
+                (folder / "metrics.jsonl").write_text(json.dumps(row | {"time/step_s": 1.0}) + "\n")
+                timeline = trainer.Timeline()
+                timeline.add("trainer", "train 0", 0.0, 1.0, 0)
+                timeline.save(folder / "timeline.json")
+                figures = {"accuracy": 0.25}
+                summary = {"before": figures, "after": figures, "step_s": 1.0, "fit_s": 1.0, "overlap_efficiency": 0.5}
+                (folder / "summary.json").write_text(json.dumps(summary))
+
+        def wait(self) -> int:
+            return self.status
+
+    monkeypatch.setattr(run_gsm8k.subprocess, "Popen", Process)
+    where = ["--out", str(tmp_path), "--name", "all"]
+
+    def go(*argv: str) -> None:
+        run_gsm8k.compare(parse_config(argv)[0], lambda: None)
+
+    for argv, what in ((["--preset", "pocket", "--compare", "2"], "signal 9"), (["--resume"], "status 1")):
+        with pytest.raises(SystemExit) as ended:
+            go(*where, *argv)
+        err = capsys.readouterr().err
+        assert ended.value.code == 1 and f"ended with {what}; go on with" in err
+        assert shlex.split(err.split("go on with ")[1]) == [*where, "--resume"]
+    with pytest.raises(UsageError, match="exists already: choose another --name, or go on with it by --resume"):
+        go(*where, "--preset", "pocket", "--compare", "2")
+    go(*where, "--resume")
+    modes = ("sync", "one-step-off", "partial")
+    first = [("sync-0", False), ("one-step-off-0", False), ("one-step-off-0", True), ("partial-0", False)]
+    assert launched == [*first, ("sync-1", False), ("sync-1", True), ("one-step-off-1", False), ("partial-1", False)]
+    table = capsys.readouterr().out.split("partial |\n")[1]
+    assert [f"| {mode} | {seed} | 0.25 | 0.25 | 1 | 1 | 0.5 |" in table for mode in modes for seed in (0, 1)] == [True] * 6
+    assert {"compare.png", "timelines.png"} <= {path.name for path in (tmp_path / "all").iterdir()}
+
+
+def test_what_an_engine_said_before_it_ended_is_found(tmp_path: Path) -> None:
+    """vLLM's own error says "see above", and above is a log that goes with the run."""
+    logs = tmp_path / "session_2026-01-01" / "logs"
+    logs.mkdir(parents=True)
+    lines = ["(EngineCore pid=7) ERROR 01-01 10:00:00 [core.py:9] Traceback (most recent call last):", "something else"]
+    lines += ["(EngineCore pid=7) ERROR 01-01 10:00:00 [core.py:9] ValueError: 0.09 GiB KV cache is needed"]
+    (logs / "worker-1-2.out").write_text("\n".join(lines) + "\n")
+    run = run_gsm8k.Run(parse_config(["--preset", "pocket", "--out", str(tmp_path / "runs"), "--name", "run"])[0])
+    run._make_folder()
+    error = RuntimeError("The actor died because of an error raised in its creation task\nEngine core initialization failed.")
+    assert run_gsm8k.describe_failure(run, error).startswith("error: The actor died")
+    run.temporary = str(tmp_path)
+    line = run_gsm8k.describe_failure(run, error)
+    assert line.startswith("error: vLLM's engine did not start: ValueError: 0.09 GiB KV cache is needed; traceback in")
+    assert (
+        (run.folder / "error.txt")
+        .read_text()
+        .endswith("Traceback (most recent call last):\nValueError: 0.09 GiB KV cache is needed")
+    )
+    run.temporary = ""
+    run.close()
+
+
+def test_nohup_is_heard() -> None:
+    """Where a hangup is ignored it stays ignored; elsewhere it ends the run like Ctrl-C."""
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        for handler in (signal.SIG_IGN, signal.SIG_DFL):
+            signal.signal(signal.SIGHUP, handler)
+            with run_gsm8k.Interrupts() as interrupts:
+                assert (signal.getsignal(signal.SIGHUP) is signal.SIG_IGN) == (handler is signal.SIG_IGN)
+                interrupts.heard()
+            assert signal.getsignal(signal.SIGHUP) is handler
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_checkpoint_has_all_that_a_run_needs_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -533,6 +660,10 @@ def test_every_part_gets_a_device() -> None:
     many = plan(8, "--rollout-servers", "3", "--tensor-parallel-size", "2", "--trainer-workers", "2")
     assert not many.shared and many.server == {"CPU": 1, "GPU": 2} and many.trainer == {"CPU": 1, "GPU": 1}
     assert many.engine_args["weight_transfer_config"] == {"backend": "nccl"}
+    with pytest.raises(UsageError, match="--colocate: one server and one trainer take turns on one GPU; leave out"):
+        plan(8, "--colocate", "--mode", "sync", "--rollout-servers", "2")
+    alone = plan(1, "--colocate", "--mode", "sync", "--eval-only")  # no one to take turns with
+    assert not alone.shared and not alone.engine_args["enable_sleep_mode"]
     with pytest.raises(UsageError, match="take 8 GPUs, and 7 are here: lower one of them"):
         plan(7, "--rollout-servers", "3", "--tensor-parallel-size", "2", "--trainer-workers", "2")
     only = plan(2, "--eval-only", "--tensor-parallel-size", "2")  # no trainer takes one
