@@ -762,6 +762,7 @@ class NoEngine:
     def __init__(self) -> None:
         self.paused = self.asleep = False
         self.inside: list[asyncio.Future] = []
+        self.engine_core = self
 
     @classmethod
     def from_engine_args(cls, engine_args: dict[str, Any]) -> NoEngine:
@@ -789,7 +790,7 @@ class NoEngine:
             answer.set_result(SimpleNamespace(outputs=[completion]))
         self.inside = [answer for answer in self.inside if not answer.done()]
 
-    async def pause_generation(self, mode: str, **_: Any) -> None:
+    async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
         await asyncio.sleep(0)
         self.paused = True
         if mode == "abort":
@@ -894,8 +895,8 @@ def test_an_incomplete_batch_goes_in_once(caplog: pytest.LogCaptureFixture) -> N
     """However many wait for the member that never comes: one warning, one pause. Each used to make its own."""
     with no_engine():
         server = VLLMServer("model")
-    pauses, pause = [], server.engine.pause_generation
-    server.engine.pause_generation = lambda **more: pauses.append(more) or pause(**more)
+    pauses, pause = [], server.engine.pause_scheduler_async
+    server.engine.pause_scheduler_async = lambda **more: pauses.append(more) or pause(**more)
     take = server._take_batch
     server._take_batch = lambda ticket, put_in: take(ticket, put_in, patience_s=0.05)
 
