@@ -871,7 +871,8 @@ class Plan:
     """Which device each part gets.
 
     Without a GPU the trainer has half of the cores and the engines the others. With enough of them the trainer's first process
-    has the first GPU, and Ray gives the others to servers and trainer workers. With one, trainer and server share it.
+    has the first GPU, and Ray gives the others to servers and trainer workers. With one, trainer and server share it. A Ray of
+    our own does not see the first one; that of a cluster must have been started so (`check_first_gpu`).
     """
 
     device: str  # of the trainer
@@ -976,6 +977,19 @@ def start_ray(config: Config, temporary: str, hide_gpus: int = 0) -> None:
         if hide_gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[:hide_gpus])
     signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own in place
+
+
+def check_first_gpu(gpus: int) -> None:
+    """Raises UsageError where the cluster that was joined lends all `gpus` GPUs of this machine, the trainer's too."""
+    import ray
+
+    here = ray.get_runtime_context().get_node_id()
+    lent = next(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["NodeID"] == here)
+    if lent >= gpus:
+        raise UsageError(
+            f"--ray-address: this machine has {gpus} GPUs, and its Ray lends {lent:g}, so none is left for the trainer: start "
+            f"Ray here by CUDA_VISIBLE_DEVICES={','.join(map(str, range(1, gpus))) or '-1'} ray start ..."
+        )
 
 
 def reserve(bundles: list[dict[str, int]], patience_s: float = 60) -> list[dict[str, Any]]:
@@ -1307,6 +1321,8 @@ class Run:
             self.temporary,
             hide_gpus=int(self.plan.device != "cpu" and not self.plan.shared and not self.config.eval_only),
         )
+        if self.config.ray_address and self.plan.device != "cpu" and not self.config.eval_only:
+            check_first_gpu(count_gpus())
         import ray
 
         from one_step_off import AgentLoopWorker, OneStepOffAgentLoopManager
@@ -1319,6 +1335,7 @@ class Run:
         places = reserve([plan.trainer] * more_trainers + [plan.server] * config.rollout_servers)
         # An actor that dies is started again by Ray, which then sends its requests again, with the tokens they came with.
         options = {"max_concurrency": 2**16, "max_restarts": MAX_RESTARTS}  # a cancel must not wait behind the requests
+        options["enable_task_events"] = False  # a note of each call for Ray's dashboard: a third of what a call costs
         server_actor = ray.remote(max_task_retries=-1, **options)(VLLMServer)
         names = [f"{self.folder.name}-{uuid4().hex}-server-{rank}" for rank in range(config.rollout_servers)]
         self.servers = [

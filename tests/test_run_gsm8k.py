@@ -671,6 +671,20 @@ def test_every_part_gets_a_device() -> None:
     assert plan(2, "--gpu-memory-utilization", "0.7").engine_args["gpu_memory_utilization"] == 0.7
 
 
+def test_the_trainers_gpu_is_not_lent_to_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster that lends all GPUs of this machine would give its first one, the trainer's, to a server as well."""
+    import ray
+
+    nodes = [{"NodeID": "there", "Resources": {"GPU": 8.0}}, {"NodeID": "here", "Resources": {"GPU": 4.0, "CPU": 9.0}}]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
+    with pytest.raises(UsageError, match=r"has 4 GPUs, and its Ray lends 4, .* by CUDA_VISIBLE_DEVICES=1,2,3 ray start"):
+        run_gsm8k.check_first_gpu(4)
+    run_gsm8k.check_first_gpu(5)
+    del nodes[1]["Resources"]["GPU"]
+    run_gsm8k.check_first_gpu(1)
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_weights_go_from_gpu_to_gpu_by_vllms_own_transfer(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything up to NCCL: vLLM's trainer side is built as it wants to be, and each server's workers have their own ranks."""
