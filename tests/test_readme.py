@@ -196,6 +196,13 @@ def test_every_metric_of_a_run_is_explained() -> None:
         assert f"`{key}`" in table, key
 
 
+def test_the_files_are_as_long_as_we_say() -> None:
+    rows = re.findall(r"^\| \[(\w+\.py)\]\(\1\) \| ([\d,]+) \|", README, re.M)
+    assert [name for name, _ in rows] == [f"{name}.py" for name in MODULES]
+    for name, lines in rows:
+        assert len((ROOT / name).read_text().splitlines()) == pytest.approx(int(lines.replace(",", "")), rel=0.03), name
+
+
 # ---- The path of a sample --------------------------------------------------------------------------------------------
 
 
