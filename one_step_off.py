@@ -9,7 +9,8 @@
 
 A step costs max(T_gen, T_train) in place of T_gen + T_train. The price: batch t+1 is sampled by the policy from before
 update t, so each batch but the first is trained exactly one version late. PPO's ratio corrects for that, because every
-token carries the log-probability it was sampled with (`response_logprobs`).
+token carries the log-probability it was sampled with (`response_logprobs`). The loop itself, with the sync, is
+trainer.fit_one_step_off; `_demo` below is its skeleton, without weights.
 
 Three things carry the idea:
     RolloutBatch                 columns of equal length, ragged ones packed without padding
@@ -260,8 +261,8 @@ class AgentLoopWorker:
         batch, size = prompts.meta_info.get("batch_id"), prompts.meta_info.get("batch_size")
         tasks = []
         for sample in prompts:
-            index = sample.pop("index", -1)  # the sample's place in the whole batch, for servers that take it in order
-            ticket = (batch, index, size) if index >= 0 else None
+            index = sample.pop("index", -1)
+            ticket = (batch, index, size) if index >= 0 else None  # for servers, which take a batch whole and in order
             tasks.append(asyncio.ensure_future(self._run(sampling_params, {**sample, **shared, "ticket": ticket})))
         try:
             outputs = await asyncio.gather(*tasks)
@@ -322,7 +323,7 @@ class AgentLoopManager:
         self._batches = (f"{uuid4().hex}-{i}" for i in itertools.count())  # servers may have other managers too
         # One thread per worker, ours alone. asyncio.to_thread would borrow from the loop's default pool, which has
         # min(32, cpus + 4) threads: 6 on two cores. With 16 workers waiting in it, the trainer's own to_thread queues
-        # behind the very generation that it should overlap with: 0.55 of the ideal step in place of 0.97.
+        # behind the very generation that it should overlap with: an overlap efficiency of 0.55 in place of 0.97.
         # Inside Ray `await ref` would do as well; a thread is the pattern for *any* blocking wait.
         self._threads = ThreadPoolExecutor(len(self.agent_loop_workers), thread_name_prefix="wait_for_worker")
 
@@ -340,22 +341,23 @@ class AgentLoopManager:
 
     def _dispatch(self, prompts: RolloutBatch) -> list[_Call]:
         """Starts the work on every worker. Nothing here waits."""
-        (prompts,) = self._numbered([prompts])
+        prompts = self._numbered([prompts])[0]
         # An empty batch still goes to a worker: it comes back with the columns of tokens.
         chunks = prompts.chunk(len(self.agent_loop_workers)) or [prompts]
         return [_Call(i, chunk, self._submit(i, chunk)) for i, chunk in enumerate(chunks)]
 
     def _numbered(self, groups: Sequence[RolloutBatch]) -> list[RolloutBatch]:
-        """The groups as one batch that the servers take in order: each response with its place in it. A finished one has none,
-        since it asks nothing of a server."""
+        """Numbers the unfinished responses of all groups as one batch, from 0 to batch_size - 1, in a column `index`; a
+        finished one gets -1, since it asks nothing of a server. By these the servers take a batch whole and in order
+        (partial_rollout.VLLMServer._take_batch says why)."""
         finished = [
             group["stop_reason"] != "abort" if "stop_reason" in group else np.zeros(len(group), bool) for group in groups
         ]
-        meta = {"batch_id": next(self._batches), "batch_size": int(sum((~mine).sum() for mine in finished))}
-        numbered, place = [], 0
-        for group, mine in zip(groups, finished, strict=True):
-            index = np.where(mine, -1, place + np.cumsum(~mine) - 1)
-            place += int((~mine).sum())
+        meta = {"batch_id": next(self._batches), "batch_size": int(sum((~done).sum() for done in finished))}
+        numbered, first = [], 0
+        for group, done in zip(groups, finished, strict=True):
+            index = np.where(done, -1, first + np.cumsum(~done) - 1)
+            first += int((~done).sum())
             numbered.append(RolloutBatch({**group.columns, "index": index}, group.meta_info | meta))
         return numbered
 
@@ -409,7 +411,7 @@ class AgentLoopManager:
                 alive = [i for i in range(len(self.agent_loop_workers)) if i not in dead]
                 if alive:
                     heir = alive[call.worker % len(alive)]
-                    # Without their places: of their batch some are through, and the servers would wait for them.
+                    # Without numbers: a part of the batch is answered already, and a server would wait for it again.
                     call.chunk = call.chunk.with_columns(index=np.full(len(call.chunk), -1))
                     ref = self._submit(heir, call.chunk)
                 elif isinstance(error, ActorUnavailableError):  # Ray starts it again, and keeps the call until it is there
@@ -422,7 +424,10 @@ class AgentLoopManager:
 
 
 class OneStepOffAgentLoopManager(AgentLoopManager):
-    """The same, without blocking: the batch is under way when the call returns."""
+    """The same, without blocking: the batch is under way when the call returns.
+
+    One step off needs `generate_sequences_async` alone. The rest is for fit_partial, evaluation and --colocate.
+    """
 
     def generate_sequences_async(self, prompts: RolloutBatch) -> Awaitable[RolloutBatch]:
         """Starts generating *now* and returns an awaitable of the rollouts. Call it inside a running event loop.
@@ -436,7 +441,7 @@ class OneStepOffAgentLoopManager(AgentLoopManager):
 
     def _started(self, calls: list[_Call], start: float, get: Callable[[Any], Awaitable[RolloutBatch]]) -> asyncio.Task:
         task = asyncio.ensure_future(self._collect(calls, start, get))
-        # Who is cancelled before its first turn never gets into `_collect`, which would end the work.
+        # A task that is cancelled before it first runs never enters `_collect`, whose `except` ends the work.
         task.add_done_callback(lambda task: self._end_work(calls) if task.cancelled() else None)
         return task
 
@@ -526,7 +531,7 @@ async def _demo(steps: int = 4, seconds: float = 0.5) -> None:
         {"uid": list("abcdefg"), "prompt_ids": Ragged.pack([[i] * i for i in range(7)], np.int32)},
         {"sampling_params": {"seconds": seconds}},
     )
-    await manager.generate_sequences_async(prompts)  # workers are up
+    await manager.generate_sequences_async(prompts)  # once without a clock, while the workers start
 
     start = time.perf_counter()
     for _ in range(steps):
@@ -534,14 +539,14 @@ async def _demo(steps: int = 4, seconds: float = 0.5) -> None:
         await asyncio.to_thread(time.sleep, seconds)  # "training"
     synchronous = (time.perf_counter() - start) / steps
 
-    pending = manager.generate_sequences_async(prompts)
+    rollouts = await manager.generate_sequences_async(prompts)  # the first batch, with which nothing overlaps
     start = time.perf_counter()
     for _ in range(steps):
-        rollouts = await pending
+        # Nothing is in flight: here the weights would move.
         pending = manager.generate_sequences_async(prompts)
         await asyncio.to_thread(time.sleep, seconds)
+        rollouts = await pending
     one_step_off = (time.perf_counter() - start) / steps
-    await pending
 
     print(f"7 samples over 3 workers came back in order: {''.join(rollouts['uid'])}")
     print(f"generate {seconds} s, train {seconds} s")

@@ -11,12 +11,11 @@ prompt + tokens so far as its new prompt. What this file is really about is the 
     With weights unchanged, any schedule of cancels and resumes gives the uninterrupted response: the same token ids,
     the same stop reason, log-probabilities equal within the engine's own noise. Greedy as well as sampled.
 
-Each rule that makes it true stands where it is applied, marked "Seam". Every token knows the version of the policy that
-sampled it (`spans`) and its log-probability under the distribution it was really drawn from.
+What must hold for that, and for the trainer's ratio, stands where it is applied, marked "Seam". Every token knows the version
+of the policy that sampled it (`spans`) and its log-probability under the distribution it was really drawn from.
 
-The law is exact in float32. Log-probabilities move by up to 4e-6 with the batch they are computed in; in bfloat16 by up to 0.2,
-enough to flip tokens of a real model: of 30 cuts in two responses of a 135M model 25 to 30 changed nothing when greedy, 13 to
-22 at temperature 1, 2 at 1.3. What a cut response goes on with there is another response of the same policy.
+The law is exact in float32. In bfloat16 a log-probability moves with the batch it is computed in by up to 0.2, which flips
+tokens: there a cut response may go on as another response of the same policy (README.md has figures).
 
 Left out, and where verl does it (commit b178a3c):
     1. multi-turn and tool-calling loops   verl/experimental/agent_loop/
@@ -68,7 +67,7 @@ class AgentLoopOutput:
     stop_reason        "stop" (EOS or a stop string), "length" (budget used up), "abort" (cancelled: resume me)
     num_turns          messages in the conversation, as verl counts: prompt and response make 2
     metrics            the loop's own figures: num_calls, the calls of a server so far (they do not travel in a batch's columns)
-    request_id         the name under which the servers know it: a resume uses it again, and so finds its cached prefix
+    request_id         the name under which the servers know it: by it a resume finds the server that has its prefix cached
 
     Raises ValueError where the lengths disagree.
     """
@@ -214,7 +213,7 @@ def find_stop(
 
     if not stops(len(response_ids)):
         return None
-    low, high = min_tokens, len(response_ids)  # stops(low) is False or nothing precedes it; stops(high) is True
+    low, high = min_tokens, len(response_ids)  # a match needs more than `low` tokens, and `high` are enough
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if stops(middle) else (middle, high)
@@ -385,8 +384,8 @@ class SingleTurnAgentLoop(PartialSingleTurnAgentLoop):
 
 
 class LLMServerManager:
-    """Spreads requests over servers: fewest in flight first, and a resumed request back to where its prefix may be cached.
-    Those with a ticket, as the requests of run_gsm8k.py have, are dealt out in turn.
+    """Spreads requests over servers: fewest in flight first, and a resumed request back to where its prefix may be cached (a
+    sync of weights empties the cache). Those with a ticket, as the requests of run_gsm8k.py have, are dealt out in turn.
 
     `servers` have the coroutines of `VLLMServer`, as Ray actor handles or as plain objects.
     """
@@ -523,20 +522,24 @@ class VLLMServer:
             )
         )
         self.param_version = 0
-        self._own_seeds = random.Random(seed + rank)
+        restarted = wait_for_weights()
+        # Started again it must not give the seeds that it has given: a group's other half would be twins of the first.
+        self._own_seeds = random.Random(None if restarted else seed + rank)
         # A file without a name: the engine's process opens it through /proc, and it goes with this process however that ends.
         # It is kept from sync to sync: memory that is touched anew takes twice as long as the copy.
         self._weights_file, self._weights_map = os.memfd_create("weights"), None
         weakref.finalize(self, os.close, self._weights_file)
         self._logprobs = LogprobTable.create(self.engine.model_config.max_model_len)
-        self._closed_by: set[str] = set()  # why no request is taken: "cancel", "sleep", "update"
+        self._closed_by: set[str] = (
+            set()
+        )  # why no request is taken: "cancel", "sleep", "update", or "no weights" after sleep(2)
         self._door = asyncio.Lock()  # held while a request goes in, and while the door moves: none is ever half-way
         self._paused = False  # from a sync until the next request is in
         self._batches: dict[Any, list[tuple[int, Callable, asyncio.Future]]] = {}  # tickets that wait
         self.exit_when_dead = exit_when_dead
         self._watching: asyncio.Future | None = None
-        self._has_weights = asyncio.Event()
-        if not wait_for_weights():
+        self._has_weights = asyncio.Event()  # not set after a restart: requests then wait, in place of being sent back
+        if not restarted:
             self._has_weights.set()
         self._sampler_installed = False
         self._in_flight = 0
@@ -631,6 +634,7 @@ class VLLMServer:
                 raise RuntimeError(f"request {request_id}: vLLM ended it with finish_reason={completion.finish_reason!r}")
             # Seam: copied, since the engine's own lists are its to change.
             token_ids, logprobs = list(completion.token_ids), list(completion.logprobs.logprobs)
+            # On a CPU vLLM brings none: the engine wrote them into the table (`carry_logprobs`).
             logprobs = logprobs or self._logprobs.read(row, len(prompt_ids), len(token_ids))
         finally:
             self._logprobs.give_row(row)
@@ -721,8 +725,6 @@ class VLLMServer:
             raise
         finally:
             entered.cancel()  # a caller that gave up meanwhile is not put in; else a no-op
-            if self._batches.get(batch) is waiting and all(entered.done() for _, _, entered in waiting):
-                del self._batches[batch]  # all have given up
 
     async def _enter_together(self, waiting: list[tuple[int, Callable, asyncio.Future]]) -> None:
         async with self._door:
@@ -753,7 +755,7 @@ class VLLMServer:
 
     @_needs_engine
     async def resume(self) -> None:
-        """Takes requests again."""
+        """Takes requests again. The engine itself stays paused until the next one is in, so that a batch enters it whole."""
         async with self._door:
             self._closed_by.discard("cancel")
 
@@ -855,6 +857,8 @@ class VLLMServer:
 
     async def shutdown(self) -> None:
         """Ends the engine's process. It has nothing to save, so it has a second to leave by itself; vLLM would give it five."""
+        if self._watching is not None:
+            self._watching.cancel()
         self.engine.shutdown(timeout=1.0)
 
 
@@ -891,7 +895,7 @@ class LogprobTable:
         return row
 
     def give_row(self, row: int) -> None:
-        """Gives it back."""
+        """Gives a row back."""
         heapq.heappush(self._free, row)
 
     def read(self, row: int, start: int, n: int) -> list[float]:

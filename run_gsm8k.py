@@ -1335,7 +1335,7 @@ class Run:
         places = reserve([plan.trainer] * more_trainers + [plan.server] * config.rollout_servers)
         # An actor that dies is started again by Ray, which then sends its requests again, with the tokens they came with.
         options = {"max_concurrency": 2**16, "max_restarts": MAX_RESTARTS}  # a cancel must not wait behind the requests
-        options["enable_task_events"] = False  # a note of each call for Ray's dashboard: a third of what a call costs
+        options["enable_task_events"] = False  # a note of each call for Ray's dashboard: a quarter of what a call costs
         server_actor = ray.remote(max_task_retries=-1, **options)(VLLMServer)
         names = [f"{self.folder.name}-{uuid4().hex}-server-{rank}" for rank in range(config.rollout_servers)]
         self.servers = [
@@ -1814,10 +1814,9 @@ class Tracker:
         elif report_to == "wandb":
             import wandb
 
-            same = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[
-                :16
-            ]  # one run there, however often it is resumed here
-            more = {"id": same, "resume": "allow", "config": dataclasses.asdict(config)}
+            # By the same id one run there, however often it is resumed here.
+            name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+            more = {"id": name, "resume": "allow", "config": dataclasses.asdict(config)}
             run = wandb.init(project="gsm8k", name=folder.name, dir=str(folder), **more)
             self.log = lambda row: run.log(row, step=row["step"])
             self.close = run.finish
@@ -1987,7 +1986,7 @@ def compare(config: Config, heard: Callable[[], None]) -> None:
             raise
         if status:
             how = f"status {status}" if status > 0 else f"signal {-status}"
-            argv = ["--out", config.out, "--name", folder.name, "--resume"]
+            argv = ["--out", config.out, "--name", os.path.relpath(folder, config.out), "--resume"]
             print(f"error: run {name} ended with {how}; go on with {shlex.join(argv)}", file=sys.stderr)
             raise SystemExit(status if status > 0 else 1)
     runs = {(mode, seed): folder / f"{mode}-{seed}" for mode, seed in todo}

@@ -11,12 +11,13 @@ A step, from rollouts to new weights:
     2. micro-batches: sequences sorted by length, padded among their like, at most `micro_batch_tokens` tokens each
     3. log-probabilities of the response tokens, and of nothing else
     4. PPO's clipped loss, against the log-probabilities the tokens were *sampled* with (a stale batch needs them)
-    5. each token's loss over what the whole batch holds, gradients summed: so its cut into micro-batches changes nothing
+    5. each token's loss divided by a number known for the whole batch, gradients summed: how it is split changes nothing
     6. check that all is finite, clip, step
 
 Why a stale batch needs the sampler's log-probabilities: in `ratio = exp(log_probs - old_log_probs)` the denominator says who
 chose the tokens. Recomputed with the newest weights it would be the numerator itself: the ratio would be 1, the clip would
-never act, and the batch would pass for fresh. (`importance="decoupled"` does so, and puts a weight in its place.)
+never act, and the batch would pass for fresh. (`importance="decoupled"` does so, and multiplies the loss by the factor that is
+then missing, old / sampled, truncated.)
 
 Left out, and where verl does it (commit b178a3c):
     1. critics, GAE, other estimators       verl/trainer/ppo/core_algos.py
@@ -141,7 +142,7 @@ def spread(lengths: Sequence[int] | np.ndarray, n: int) -> list[np.ndarray]:
 LOGITS_AT_ONCE = 2**24  # entries of one chunk of logits: 64 MB in float32
 
 
-def response_log_probs(
+def compute_log_probs(
     model: nn.Module, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], temperature: float = 1.0
 ) -> Tensor:
     """log_softmax(logits / temperature) at each response token, packed: (sum of response lengths,) float32, rows in order.
@@ -149,7 +150,8 @@ def response_log_probs(
     `prompts` and `responses` are B rows of token ids; a prompt has at least one. Rows are padded on the right, where a causal
     model cannot see the padding, so no mask is needed, and what pad is does not matter. The model body runs on all
     tokens, its head on those alone that predict a response token. With no rows it runs on one token that counts for nothing,
-    since a sharded model waits for all.
+    since a sharded model waits for all. Of the sampler's settings only the temperature is applied: train with samples that were
+    drawn without top-p, top-k and the like.
     """
     device = next(model.parameters()).device
     lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
@@ -219,7 +221,8 @@ def load_policy(path: str, dtype: torch.dtype = torch.float32, gradient_checkpoi
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
-    # As it is loaded, in eval mode: dropout would make another policy of it than the one that sampled.
+    # `compute_log_probs` calls body and head apart, and a model that scales or caps its logits on the way would give others: so
+    # both ways are compared once. It stays as it is loaded, in eval mode: dropout would make another policy of it.
     ids = np.arange(8) % model.get_output_embeddings().weight.shape[0]
     with torch.no_grad():
         logits = model(input_ids=torch.from_numpy(ids).unsqueeze(0)).logits[0, :-1].float()
@@ -227,7 +230,7 @@ def load_policy(path: str, dtype: torch.dtype = torch.float32, gradient_checkpoi
         if gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             model.train()  # transformers wants it for that, so here dropout must be zero, as in most models it is
-        found = response_log_probs(model, [ids[:1]], [ids[1:]])
+        found = compute_log_probs(model, [ids[:1]], [ids[1:]])
     if not torch.allclose(found, expected, atol=0.02):
         raise ValueError(
             f"{path}: its log-probabilities are not those of its head's output. It rescales its logits: choose another model; "
@@ -316,8 +319,8 @@ class GRPOTrainer:
         if self.kl_coef and self.reference is None:
             raise ValueError(f"kl_coef={self.kl_coef} needs a reference model: pass one, or kl_coef=0")
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        # A step of 1e-6 is lost in bfloat16, which has 8 bits. So weights of less than float32 get a float32 twin, which is
-        # what the optimiser updates; for float32 the twin is the weight itself.
+        # A step of 1e-6 is lost in bfloat16, which has 8 bits. So weights of less than float32 get a float32 copy, which
+        # is what the optimiser updates (master weights); a weight in float32 is its own.
         self.master = [p if p.dtype == torch.float32 else p.detach().float() for p in self.parameters]
         self.optimizer = torch.optim.AdamW(
             self.master, lr=self.learning_rate, betas=self.betas, weight_decay=self.weight_decay, fused=True
@@ -337,22 +340,22 @@ class GRPOTrainer:
             raise ValueError("an empty batch has nothing to train on")
         knobs = {"normalize_by_std": self.normalize_by_std, "group_size": self.group_size}
         advantages = compute_grpo_advantages(rollouts["rewards"], rollouts["group"], **knobs)
-        columns = ("prompt_ids", "response_ids", "response_mask", "response_logprobs")
-        rows = {name: rollouts[name].rows() for name in columns} | {"advantages": advantages}
+        names = ("prompt_ids", "response_ids", "response_mask", "response_logprobs")
+        columns = {name: rollouts[name].rows() for name in names} | {"advantages": advantages}
         lengths = rollouts["prompt_ids"].lengths + rollouts["response_ids"].lengths
         mini = np.array_split(np.arange(len(rollouts)), min(self.num_mini_batches, len(rollouts)))
         mine = [self._micro_batches(part, lengths, rollouts["response_ids"].lengths) for part in mini]
 
         with torch.no_grad():
-            rows["ref_log_probs"] = self._all_log_probs(self.reference, rows, mine) if self.kl_coef else None
-            # With one optimiser step the proximal policy is the current one: log_probs.detach() serves, and saves a pass.
+            columns["ref_log_probs"] = self._all_log_probs(self.reference, columns, mine) if self.kl_coef else None
+            # With one optimiser step the proximal policy is the current one: `_loss` then takes log_probs.detach().
             recompute = self.importance == "decoupled" and len(mini) > 1
-            rows["old_log_probs"] = self._all_log_probs(self.model, rows, mine) if recompute else None
+            columns["old_log_probs"] = self._all_log_probs(self.model, columns, mine) if recompute else None
 
         sums: dict[str, float] = {"tokens": 0.0}
         grad_norms = []
-        for part, cuts in zip(mini, mine, strict=True):
-            grad_norms.append(self._step(part, cuts, rows, sums, rollouts["uid"]))
+        for part, batches in zip(mini, mine, strict=True):
+            grad_norms.append(self._step(part, batches, columns, sums, rollouts["uid"]))
         self.param_version += 1
 
         tokens = sums.pop("tokens")
@@ -367,40 +370,41 @@ class GRPOTrainer:
         """
         full = part[response_lengths[part] > 0]
         shares = [full[share] for share in spread(lengths[full], self.world_size)]
-        cuts = [[share[cut] for cut in micro_batches(lengths[share], self.micro_batch_tokens)] for share in shares]
-        mine = cuts[self.rank]
-        return mine + [full[:0]] * (max(map(len, cuts)) - len(mine))
+        batches = [[share[rows] for rows in micro_batches(lengths[share], self.micro_batch_tokens)] for share in shares]
+        mine = batches[self.rank]
+        return mine + [full[:0]] * (max(map(len, batches)) - len(mine))
 
     def _step(
-        self, part: np.ndarray, cuts: Sequence[np.ndarray], rows: dict[str, Any], sums: dict[str, float], uids: np.ndarray
+        self, part: np.ndarray, batches: Sequence[np.ndarray], columns: dict[str, Any], sums: dict[str, float], uids: np.ndarray
     ) -> float:
-        """One optimiser step on the rows `part`, of which this process has `cuts`; returns the gradient's norm before clipping.
+        """One optimiser step on the rows `part`, of which this process has the micro-batches `batches`; returns the gradient's
+        norm before clipping.
 
         Adds the sums of the metrics, over the tokens of all processes, to `sums`.
         """
         # The divisor is that of all of `part`, known before the first micro-batch. A mean per micro-batch, averaged, would
         # weigh a token by the company it was packed with.
         if self.loss_aggregation == "token-mean":
-            divisor = max(1, sum(int(rows["response_mask"][i].sum()) for i in part))
+            divisor = max(1, sum(int(columns["response_mask"][i].sum()) for i in part))
         else:
             divisor = len(part) * self.response_length
         self.optimizer.zero_grad()
-        mine: dict[str, float] = {}
+        totals: dict[str, float] = {}  # of this process
         bad: list[str] = []  # samples whose loss is not finite
-        for cut in cuts:
-            per_token, figures = self._loss(cut, rows)
+        for micro_batch in batches:
+            per_token, figures = self._loss(micro_batch, columns)
             if not torch.isfinite(per_token).all():
-                owner = np.repeat(cut, [len(rows["response_ids"][i]) for i in cut])
+                owner = np.repeat(micro_batch, [len(columns["response_ids"][i]) for i in micro_batch])
                 bad += map(str, uids[np.unique(owner[~torch.isfinite(per_token).cpu().numpy()])])
             (per_token.sum() / divisor).backward()
-            for master, p in self._twins():
+            for master, p in self._masters():
                 # Summed in float32: in bfloat16 256 + 1 is 256, and the 257th of equal micro-batches would not count.
                 if p.grad is not None:
                     master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
                     p.grad = None
-            for name, value in {**figures, "policy_loss": per_token.detach().sum()}.items():
-                mine[name] = mine.get(name, 0.0) + float(value)
-        for name, value in self._total(mine).items():
+            for name, value in figures.items():
+                totals[name] = totals.get(name, 0.0) + float(value)
+        for name, value in self._total(totals).items():
             sums[name] = sums.get(name, 0.0) + value
         if all(p.grad is None for p in self.master):
             return 0.0  # every response was empty
@@ -410,12 +414,12 @@ class GRPOTrainer:
         if not math.isfinite(size + sum(sums.values())):
             if bad := self._names_of_all(bad):
                 raise FloatingPointError(f"step {self.param_version}: the loss of {_shorten(bad)} is not finite")
-            bad = self._blame(part, rows, uids)
+            bad = self._blame(part, columns, uids)
             raise FloatingPointError(f"step {self.param_version}: the gradient is not finite, from {_shorten(bad)}")
         nn.utils.clip_grads_with_norm_(self.master, self.max_grad_norm, norm)
         self.optimizer.step()
         with torch.no_grad():
-            for master, p in self._twins():
+            for master, p in self._masters():
                 p.copy_(master)
         return size
 
@@ -434,33 +438,35 @@ class GRPOTrainer:
         torch.distributed.all_gather_object(every, mine)
         return sorted(name for names in every for name in names)
 
-    def _twins(self) -> list[tuple[Tensor, nn.Parameter]]:
-        """The float32 twins and the weights that they are rounded to; none for a model in float32."""
+    def _masters(self) -> list[tuple[Tensor, nn.Parameter]]:
+        """The master weights and the weights that they are rounded to; none for a model in float32."""
         return [(master, p) for master, p in zip(self.master, self.parameters, strict=True) if master is not p]
 
-    def _loss(self, cut: np.ndarray, rows: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    def _loss(self, micro_batch: np.ndarray, columns: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of each response token of a micro-batch, (N,), and the sums of its metrics."""
-        prompts, responses = [rows["prompt_ids"][i] for i in cut], [rows["response_ids"][i] for i in cut]
-        log_probs = response_log_probs(self.model, prompts, responses, self.temperature)
+        prompts, responses = [columns["prompt_ids"][i] for i in micro_batch], [columns["response_ids"][i] for i in micro_batch]
+        log_probs = compute_log_probs(self.model, prompts, responses, self.temperature)
 
         def flat(values: Sequence[np.ndarray]) -> Tensor:
             return torch.from_numpy(np.concatenate([*values, []]).astype(np.float32)).to(log_probs.device)
 
-        mask = flat([rows["response_mask"][i] for i in cut])
+        mask = flat([columns["response_mask"][i] for i in micro_batch])
         # A masked token was not sampled, and what stands there may be nan. 0 * nan is nan, in a backward pass too, so it goes
         # before anything is computed with it.
-        sampled = torch.where(mask > 0, flat([rows["response_logprobs"][i] for i in cut]), log_probs.detach())
-        advantages = flat([np.full(len(rows["response_ids"][i]), rows["advantages"][i]) for i in cut])
+        sampled = torch.where(mask > 0, flat([columns["response_logprobs"][i] for i in micro_batch]), log_probs.detach())
+        advantages = flat([np.full(len(columns["response_ids"][i]), columns["advantages"][i]) for i in micro_batch])
+        # The ratio's denominator. bypass: the policy that sampled (the behaviour policy). decoupled: the policy before this
+        # update (the proximal policy); the weight below corrects from the one to the other.
         old = sampled
         if self.importance == "decoupled":
-            stored = rows["old_log_probs"]
-            old = log_probs.detach() if stored is None else flat([stored[i] for i in cut])
+            stored = columns["old_log_probs"]
+            old = log_probs.detach() if stored is None else flat([stored[i] for i in micro_batch])
         per_token, _, clipped = policy_loss(log_probs, old, advantages, clip_low=self.clip_low, clip_high=self.clip_high)
         if self.importance == "decoupled":
             per_token = per_token * (old - sampled).clamp(-20, 20).exp().clamp(max=self.tis_cap)
-        figures = {}
+        figures = {"policy_loss": (per_token.detach() * mask).sum()}
         if self.kl_coef:
-            kl = kl_k3(log_probs, flat([rows["ref_log_probs"][i] for i in cut]))
+            kl = kl_k3(log_probs, flat([columns["ref_log_probs"][i] for i in micro_batch]))
             per_token = per_token + self.kl_coef * kl
             figures["ref_kl"] = (kl.detach() * mask).sum()
         off = (log_probs.detach() - sampled) * mask  # how far the policy has moved from who sampled
@@ -473,22 +479,27 @@ class GRPOTrainer:
         }
         return per_token * mask, figures
 
-    def _all_log_probs(self, model: nn.Module, rows: dict[str, Any], mine: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
+    def _all_log_probs(
+        self, model: nn.Module, columns: dict[str, Any], mine: Sequence[Sequence[np.ndarray]]
+    ) -> list[np.ndarray]:
         """The log-probabilities under `model` of the rows in the micro-batches `mine`, row by row; no gradient."""
-        result: list[np.ndarray] = [np.zeros(0)] * len(rows["advantages"])
-        for cut in itertools.chain(*mine):
-            prompts, responses = [rows["prompt_ids"][i] for i in cut], [rows["response_ids"][i] for i in cut]
-            values = response_log_probs(model, prompts, responses, self.temperature).cpu().numpy()
+        result: list[np.ndarray] = [np.zeros(0)] * len(columns["advantages"])
+        for micro_batch in itertools.chain(*mine):
+            prompts, responses = (
+                [columns["prompt_ids"][i] for i in micro_batch],
+                [columns["response_ids"][i] for i in micro_batch],
+            )
+            values = compute_log_probs(model, prompts, responses, self.temperature).cpu().numpy()
             ends = np.cumsum([len(r) for r in responses], dtype=np.int64)
-            for i, row in zip(cut, np.split(values, ends)[:-1], strict=True):
+            for i, row in zip(micro_batch, np.split(values, ends)[:-1], strict=True):
                 result[i] = row
         return result
 
-    def _blame(self, part: np.ndarray, rows: dict[str, Any], uids: np.ndarray) -> list[str]:
+    def _blame(self, part: np.ndarray, columns: dict[str, Any], uids: np.ndarray) -> list[str]:
         """The samples whose own gradient is not finite, or all: where only their sum is not, and where no process can tell."""
         bad = []
         for i in part if self.world_size == 1 else ():
-            per_token, _ = self._loss(np.array([i]), rows)
+            per_token, _ = self._loss(np.array([i]), columns)
             grads = torch.autograd.grad(per_token.sum(), self.parameters, allow_unused=True) if per_token.numel() else ()
             if not all(torch.isfinite(g).all() for g in grads if g is not None):
                 bad.append(i)
@@ -498,7 +509,7 @@ class GRPOTrainer:
         """Metrics of the batch itself; staleness is in versions, over tokens."""
         lengths = rollouts["response_ids"].lengths
         groups = np.asarray(rollouts["group"])
-        spread = [np.any(advantages[groups == group] != 0) for group in np.unique(groups)]
+        differ = [np.any(advantages[groups == group] != 0) for group in np.unique(groups)]
         trained_from = self.param_version - 1
         staleness = trained_from - rollouts["span_versions"].values
         n = rollouts["span_lengths"].values
@@ -509,7 +520,7 @@ class GRPOTrainer:
             "staleness/mean": float(np.average(staleness, weights=n)) if n.sum() else 0.0,
             "staleness/max": int(staleness.max(initial=0)),
             "partial_fraction": float(np.mean(rollouts["span_lengths"].lengths > 1)),
-            "zero_spread_groups": 1 - float(np.mean(spread)),
+            "zero_spread_groups": 1 - float(np.mean(differ)),
         }
 
     # -- state out and in
@@ -538,7 +549,7 @@ class GRPOTrainer:
         return self._gather({name: tensor for name, tensor in self.model.state_dict().items() if name in unique})
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """What else an update changes: the optimiser's moments, and the float32 twins where there are any. As `model_state`."""
+        """What else an update changes: the optimiser's moments, and master weights where there are any. As `model_state`."""
         tensors: dict[str, Tensor] = {}
         for i, master in enumerate(self.master):
             if self.parameters[i] is not master:
@@ -688,16 +699,16 @@ class Parts:
 
 
 async def fit_sync(parts: Parts) -> None:
-    """Generate, train, sync. Every batch is trained by the very weights that sampled it: the baseline, and the truth."""
+    """Generate, train, sync. Every batch is trained by the very weights that sampled it: what the others are measured by."""
     rollouts = parts.first_rollouts
     for t in range(parts.first_step, parts.steps):
         start = time.perf_counter()
         sync_s = await parts.timed_sync()
         evaluation = await parts.evaluated(t)
-        waiting = time.perf_counter()
+        wait_start = time.perf_counter()
         if rollouts is None:
             rollouts = await parts.generate(t)
-        wait_s = time.perf_counter() - waiting
+        wait_s = time.perf_counter() - wait_start
         parts.checkpoint(t, rollouts)
         metrics, scored, train_s = await parts.train(t, rollouts)
         times = step_times(rollouts.meta_info["timing"]["generate_s"], wait_s, train_s, sync_s, time.perf_counter() - start)
@@ -711,17 +722,20 @@ async def fit_one_step_off(parts: Parts) -> None:
         return
     start = time.perf_counter()
     sync_s = await parts.timed_sync()
-    pending = None if parts.first_rollouts is not None else parts.generate(parts.first_step)
+    pending = None if parts.first_rollouts is not None else parts.generate(parts.first_step)  # else a checkpoint brought them
     try:
         for t in range(parts.first_step, parts.steps):
-            waiting = time.perf_counter()
+            wait_start = time.perf_counter()
             rollouts = parts.first_rollouts if pending is None else await pending
-            wait_s = time.perf_counter() - waiting
+            wait_s = time.perf_counter() - wait_start
             pending = None
 
             # Nothing is in flight: the one moment to save, and to change the weights.
             parts.checkpoint(t, rollouts)
-            sync_s = await parts.timed_sync() if t > parts.first_step else sync_s
+            if (
+                t > parts.first_step
+            ):  # before the first update there is nothing new to send: the first two batches share weights
+                sync_s = await parts.timed_sync()
             evaluation = await parts.evaluated(t)
             if t + 1 < parts.steps:
                 pending = parts.generate(t + 1)  # under way before the next line runs
@@ -789,7 +803,7 @@ class GroupPool:
         return batch
 
     def restore(self, untrained: Any) -> None:
-        """Takes in what `untrained` gave."""
+        """Takes in the groups of a checkpoint, as `untrained` gave them."""
         start = 0
         for number, admitted_at, size in [] if untrained is None else untrained.meta_info["groups"]:
             group = untrained[start : start + size]
@@ -804,10 +818,11 @@ class GroupPool:
         chosen = sorted(self.finished)[: self.batch_size]
         if len(chosen) < self.batch_size:
             return None
-        for left in range(self.max_staleness + 1):
-            # Groups that may wait for at most `left` batches more: those which do not fit into these must be in this one.
-            latest = version - self.max_staleness + left
-            due = sum(at <= latest for at in self.admitted_at.values()) - left * self.batch_size
+        for later in range(self.max_staleness + 1):
+            # A group admitted at version a must be trained at a + max_staleness at the latest. Of those that are due within
+            # `later` batches after this one, these hold later * batch_size: the others must be in this one.
+            latest = version - self.max_staleness + later
+            due = sum(at <= latest for at in self.admitted_at.values()) - later * self.batch_size
             if sum(self.admitted_at[number] <= latest for number in chosen) < due:
                 return None
         for number in chosen:
@@ -816,7 +831,8 @@ class GroupPool:
 
 
 async def fit_partial(parts: Parts, *, batch_size: int, max_staleness: int) -> None:
-    """Fully asynchronous: rollouts run ahead by `max_staleness` batches, and training waits only for the first complete groups.
+    """Fully asynchronous: rollouts run ahead by `max_staleness` batches, and training waits for the first `batch_size` complete
+    groups, for a certain one only if it would be too old for the next batch.
 
         rollouts | gen v0 .............x gen v1 ................x gen v2 ......
         trainer  | (waits) | train v0 | | (waits) | train v1 | |
@@ -827,18 +843,18 @@ async def fit_partial(parts: Parts, *, batch_size: int, max_staleness: int) -> N
     pool = GroupPool(batch_size, max_staleness, total=parts.steps * batch_size, admitted=parts.first_step * batch_size)
     pool.restore(parts.first_rollouts)
     in_flight: dict[Any, int] = {}
-    came_back = 0.0
+    dispatched_at = answered_at = 0.0  # when the last rollouts went out, and came back: for the metrics and the timeline alone
 
-    def note(_: Any) -> None:
-        nonlocal came_back
-        came_back = time.perf_counter()
+    def stamp(_: Any) -> None:
+        nonlocal answered_at
+        answered_at = time.perf_counter()
 
     def dispatch() -> None:
         groups = pool.resumable()
         groups |= {number: parts.group(number) for number in pool.admit(parts.trainer.param_version)}
         tasks = parts.generate_groups(list(groups.values()))
         for task in tasks:
-            task.add_done_callback(note)
+            task.add_done_callback(stamp)
         in_flight.update(zip(tasks, groups, strict=True))
 
     if parts.first_step >= parts.steps:
@@ -846,32 +862,33 @@ async def fit_partial(parts: Parts, *, batch_size: int, max_staleness: int) -> N
     start = time.perf_counter()
     sync_s = await parts.timed_sync()
     evaluation = await parts.evaluated(parts.first_step)
-    wave = came_back = time.perf_counter()
+    dispatched_at = answered_at = time.perf_counter()
     dispatch()
     try:
         for t in range(parts.first_step, parts.steps):
-            version, waiting = parts.trainer.param_version, time.perf_counter()
+            version = parts.trainer.param_version
+            wait_start = time.perf_counter()
             while (taken := pool.take(version)) is None:
-                if pool.cut:  # by someone else's cancel: they go on as soon as the servers take them
+                if pool.cut:  # not by this loop: by another's cancel, or a server that was not ready; sent again until it is
                     await asyncio.sleep(0.1)
                     dispatch()
                 done, _ = await asyncio.wait(in_flight, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     pool.put(in_flight.pop(task), task.result())
-            wait_s = time.perf_counter() - waiting
+            wait_s = time.perf_counter() - wait_start
             rollouts = parts.concat(list(taken.values()))
             metrics, scored, train_s = await parts.train(t, rollouts)
 
-            cutting = time.perf_counter()
+            cancel_start = time.perf_counter()
             if not all(task.done() for task in in_flight):
                 parts.timeline.mark("cancel")
             await parts.cancel()
             for task, number in list(in_flight.items()):  # all of them come back: finished, or with the tokens they have
                 pool.put(number, await task)
                 del in_flight[task]
-            cut_s = time.perf_counter() - cutting
-            parts.timeline.add("rollouts", f"generate v{version}", wave, came_back, version)
-            times = step_times(came_back - wave, wait_s, train_s, sync_s, time.perf_counter() - start)
+            cancel_s = time.perf_counter() - cancel_start
+            parts.timeline.add("rollouts", f"generate v{version}", dispatched_at, answered_at, version)
+            times = step_times(answered_at - dispatched_at, wait_s, train_s, sync_s, time.perf_counter() - start)
             parts.log(t, metrics | evaluation | times, scored)
             start = time.perf_counter()
             if t + 1 == parts.steps:
@@ -879,10 +896,10 @@ async def fit_partial(parts: Parts, *, batch_size: int, max_staleness: int) -> N
                 return
             # Nothing is in flight: the one moment to save, and to change the weights.
             parts.checkpoint(t + 1, pool.untrained(parts.concat))
-            sync_s = cut_s + await parts.timed_sync()
+            sync_s = cancel_s + await parts.timed_sync()
             await parts.resume()
             evaluation = await parts.evaluated(t + 1)
-            wave = came_back = time.perf_counter()
+            dispatched_at = answered_at = time.perf_counter()
             dispatch()
     finally:
         for task in in_flight:

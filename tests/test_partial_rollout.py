@@ -837,11 +837,13 @@ def no_engine() -> Iterator[None]:
 
 
 def test_replicas_of_one_run_do_not_share_their_noise() -> None:
-    """Their engines' seeds differ, and so do the seeds that they give to requests without one: no twins in a group."""
+    """Their engines' seeds differ, and so do the seeds that they give to requests without one, also when one of them is started
+    again: no twins in a group."""
     with no_engine():
         servers = [VLLMServer("model", seed=7, rank=rank) for rank in range(8)]
-    assert [server.engine.args["seed"] for server in servers] == list(range(7, 15))
-    assert len({server._own_seeds.getrandbits(63) for server in servers for _ in range(100)}) == 800
+        servers += [VLLMServer("model", seed=7, rank=0, wait_for_weights=lambda: True) for _ in range(2)]
+    assert [server.engine.args["seed"] for server in servers] == [*range(7, 15), 7, 7]
+    assert len({server._own_seeds.getrandbits(63) for server in servers for _ in range(100)}) == 1000
 
 
 @given(st.lists(st.integers(0, 4), max_size=30))
@@ -953,23 +955,6 @@ def test_whoever_gives_up_leaves_nothing_in_the_engine(n: int, turns: int, data:
         asyncio.run(check())
 
 
-def test_a_batch_that_all_have_left_is_forgotten() -> None:
-    """The next batch of that name, by another manager, would count them as its own."""
-    with no_engine():
-        server = VLLMServer("model")
-
-    async def check() -> None:
-        tasks = [asyncio.ensure_future(ask_server(server, ("batch", i, 3))) for i in range(2)]
-        await asyncio.sleep(0.01)
-        for n, task in enumerate(tasks):
-            assert len(server._batches) == 1, n
-            task.cancel()
-            await asyncio.wait([task])
-        assert not server._batches
-
-    asyncio.run(check())
-
-
 def test_a_server_that_was_started_again_does_not_wait_for_the_finished_ones_of_a_batch() -> None:
     """Two of a batch of three come again, the third was through: they go in when the weights are there."""
     with no_engine():
@@ -1001,6 +986,11 @@ def test_an_actor_ends_with_its_engine_even_if_no_one_asks() -> None:
             assert not watching.done()
             server.engine.errored = True
             await asyncio.wait_for(watching, 30)
+            server._watching, server.engine.errored = None, False
+            server.engine.shutdown = lambda timeout: setattr(server.engine, "errored", True)
+            await server.ready()
+            await server.shutdown()  # which is no death
+            await asyncio.wait([server._watching])
 
         asyncio.run(check())
     assert ends == [1]
@@ -1926,6 +1916,37 @@ def test_the_server_says_where_it_runs(engine: Engine) -> None:
     assert engine.facts["cores"] == [max(engine.cores)] and engine.facts["threads"] == 1
     assert os.sched_getaffinity(0) == engine.cores
     assert engine.facts["pid"] != os.getpid()
+
+
+def test_a_killed_server_leaves_no_engine_behind_where_several_processes_share_the_weights(tmp_path: Path) -> None:
+    """The processes that compute are children of the engine's, which is a child of the server's: none knows of the server."""
+    text = """
+import asyncio, sys
+from partial_rollout import VLLMServer
+
+async def main():
+    server = VLLMServer("pocket", tensor_parallel_size=2, dtype="float32", enforce_eager=True, max_model_len=64, block_size=32,
+                        kv_cache_memory_bytes=16 << 20)
+    await server.ready()
+    print("up", flush=True)
+    await asyncio.sleep(600)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+    import psutil
+
+    (tmp_path / "serve.py").write_text(text)
+    root = Path(partial_rollout.__file__).parent
+    environment = os.environ | {"PYTHONPATH": str(root), "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+    command, pipes = [sys.executable, str(tmp_path / "serve.py")], {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    server = subprocess.Popen(command, cwd=root, env=environment, text=True, **pipes)
+    assert server.stdout.readline() == "up\n"
+    left = psutil.Process(server.pid).children(recursive=True)
+    assert sum("VLLM" in process.name() for process in left) == 3
+    server.kill()
+    server.communicate()
+    assert not psutil.wait_procs(left, timeout=60)[1]
 
 
 def test_the_private_parts_of_vllm_are_where_they_were(engine: Engine) -> None:

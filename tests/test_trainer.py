@@ -55,6 +55,7 @@ from trainer import (
     Parts,
     Timeline,
     compute_grpo_advantages,
+    compute_log_probs,
     fit_one_step_off,
     fit_partial,
     fit_sync,
@@ -64,7 +65,6 @@ from trainer import (
     micro_batches,
     newest_checkpoint,
     policy_loss,
-    response_log_probs,
     save_checkpoint,
     shard,
     spread,
@@ -379,7 +379,7 @@ def test_log_probs_are_those_of_transformers_at_the_temperature(rows: list, temp
     model, truth = _llama(0, False), tiny_llama().double()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "LOGITS_AT_ONCE", at_once * VOCABULARY)
-        got = response_log_probs(model, prompts, responses, temperature)
+        got = compute_log_probs(model, prompts, responses, temperature)
         expected = [x for p, r in zip(prompts, responses, strict=True) for x in plain_log_probs(truth, p, r, temperature)]
         assert (got.dtype, got.shape) == (torch.float32, (len(expected),))
         if not expected:
@@ -396,14 +396,14 @@ def test_log_probs_are_those_of_transformers_at_the_temperature(rows: list, temp
 def test_an_empty_prompt_is_refused() -> None:
     """Nothing predicts the first token then."""
     with pytest.raises(ValueError, match="empty prompt"):
-        response_log_probs(tiny_llama(), [np.array([], np.int32)], [np.array([1], np.int32)])
+        compute_log_probs(tiny_llama(), [np.array([], np.int32)], [np.array([1], np.int32)])
 
 
 def test_prompt_tokens_get_no_logits() -> None:
     """The head, which is vocabulary times as wide as anything else, sees the response tokens and nothing more."""
     model, seen = tiny_llama(), []
     model.lm_head.register_forward_hook(lambda head, args, logits: seen.append(tuple(logits.shape)))
-    response_log_probs(model, [np.arange(9), np.arange(1, 4)], [np.arange(2), np.arange(5)])
+    compute_log_probs(model, [np.arange(9), np.arange(1, 4)], [np.arange(2), np.arange(5)])
     assert seen == [(2 + 5, VOCABULARY)]
 
 
@@ -415,7 +415,7 @@ def test_in_chunks_no_logits_are_kept_for_the_backward_pass(monkeypatch: pytest.
         model = tiny_llama()
         note = lambda t: kept.append(tuple(t.shape)) or t  # noqa: E731
         with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-            response_log_probs(model, [np.arange(3)] * 4, [np.arange(10)] * 4)
+            compute_log_probs(model, [np.arange(3)] * 4, [np.arange(10)] * 4)
         return [shape for shape in kept if len(shape) == 2 and shape[1] == VOCABULARY]
 
     assert (40, VOCABULARY) in logits_kept()  # all at once: the test can see them
@@ -991,7 +991,7 @@ def test_dropout_is_off_and_where_it_cannot_be_the_model_is_refused(tmp_path: Pa
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     model = load_policy(str(tmp_path))
     rows = [np.arange(1, 4)], [np.arange(4, 12)]
-    assert torch.equal(response_log_probs(model, *rows), response_log_probs(model, *rows))
+    assert torch.equal(compute_log_probs(model, *rows), compute_log_probs(model, *rows))
     with pytest.raises(ValueError, match="it has dropout: leave gradient checkpointing out"):
         load_policy(str(tmp_path), gradient_checkpointing=True)
 

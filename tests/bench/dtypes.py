@@ -62,7 +62,7 @@ def main() -> int:
     prompts = run_gsm8k.make_prompts(run_gsm8k.GSM8K(args.data).test(args.prompts), "bench", 1, 0, temperature=1.0)
     import torch
 
-    from trainer import GRPOTrainer, load_policy, micro_batches, response_log_probs
+    from trainer import GRPOTrainer, compute_log_probs, load_policy, micro_batches
 
     torch.set_num_threads(1)
     rates, missed = {}, False
@@ -77,7 +77,7 @@ def main() -> int:
         off = []
         with torch.no_grad():
             for cut in micro_batches(batch["prompt_ids"].lengths + batch["response_ids"].lengths, 4096):
-                now = response_log_probs(
+                now = compute_log_probs(
                     trainer.model, [rows["prompt_ids"][i] for i in cut], [rows["response_ids"][i] for i in cut]
                 )
                 off.append(now.numpy() - np.concatenate([rows["response_logprobs"][i] for i in cut]))
