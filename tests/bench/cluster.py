@@ -1,4 +1,4 @@
-"""A machine is lost: three simulated nodes, two vLLM servers and two trainer processes on them. Does the run go on?
+"""A machine is lost: three simulated nodes, two vLLM servers and two workers on them. Does the run go on?
 
     python tests/bench/cluster.py                    # about 4 minutes on two cores
 

@@ -11,10 +11,12 @@ curve. No process, no folder of Ray's and no file in /dev/shm may be left. "disk
 from __future__ import annotations
 
 import argparse
+import contextlib
 import getpass
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -147,7 +149,7 @@ FAULTS: dict[str, tuple[str, Callable[[Run], None], str, int]] = {
     "engine hangs": ("one-step-off", killer("EngineCore", signal.SIGSTOP), "did not answer within 15 s", 0),
     "training raises": ("one-step-off", lambda run: None, "step 2: the loss of sample x is not finite", 1),
     "SIGTERM": ("one-step-off", lambda run: run.process.terminate(), "interrupted", 130),
-    "Ctrl-C": ("partial", lambda run: run.process.send_signal(signal.SIGINT), "interrupted", 130),
+    "Ctrl-C": ("partial", lambda run: os.killpg(run.process.pid, signal.SIGINT), "interrupted", 130),  # as a terminal does
 }
 
 
@@ -268,7 +270,7 @@ def main() -> int:
                     out += text
                 # In partial mode a restart changes what is finished first, so the number of steps is all that is sure.
                 same = run.curve() == whole if mode != "partial" else len(run.curve()) == len(whole)
-                problem = status != expected or again or says not in out or not same or left
+                problem = status != expected or again or says not in out or "Traceback" in out or not same or left
                 print(
                     f"| {name} | {status} | {seconds:.1f} | {'same' if same else 'DIFFERS'} | {left or 'nothing'} |", flush=True
                 )
@@ -288,5 +290,17 @@ def main() -> int:
     return int(wrong > 0)
 
 
+def clean_up() -> None:
+    """Whatever has failed: no process and no folder stays."""
+    for run in Run.all:
+        for pid in run.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(run.temporary, ignore_errors=True)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    finally:
+        clean_up()

@@ -8,8 +8,10 @@ responses; a step with n of them busy takes t0 + t1 n seconds, and a = t0 / (t0 
 not make dearer: near 1 on a GPU that waits for memory, near 0 where computing bounds it. Training takes a tenth of a batch's
 generation, so that generation bounds a step, and a response may be 8 versions old, since the longest is 8 times the mean.
 
-limit   of waiting for all: 1 + a (E[Lmax] / E[L] - 1) times an engine whose slots are always full
+limit   of waiting for all: 1 + a (E[Lmax] / E[L] - 1) times an engine whose slots are always full; by a straight line for the
+        time of a step, from which a real engine departs
 won     of what can be won: (waiting - partial) / (waiting - always full); with constant lengths the gain itself
+busy    slots with a request in the engine
 again   tokens prefilled a second time, in percent of those generated
 
 On vLLM 8 prompts x 4 responses have 32 slots, syncs are real (training only waits), and lengths are forced. "An engine whose
@@ -46,6 +48,7 @@ from partial_rollout import LLMServerManager, PartialSingleTurnAgentLoop, VLLMSe
 from trainer import Parts, fit_partial, fit_sync  # noqa: E402
 
 PREFILL_S = 1e-5
+CYCLE = 10  # batches whose lengths come again and again
 
 
 class Engine:
@@ -150,15 +153,17 @@ class Case:
         return 1 + 8 * self.mean
 
     def draw(self) -> dict[str, np.ndarray]:
-        """Kinds of lengths, of all responses."""
-        rng, n, m = np.random.default_rng(0), self.steps * self.slots, self.mean
+        """Kinds of lengths, of all responses: those of CYCLE batches, again and again, so that whoever measures over a multiple
+        of them has the same ones."""
+        rng, n, m = np.random.default_rng(0), CYCLE * self.slots, self.mean
         kinds = {
             "constant": np.full(n, m),
             "exponential": rng.exponential(m, n),
             "lognormal 0.8": rng.lognormal(np.log(m) - 0.32, 0.8, n),
             "as the pocket run": rng.lognormal(np.log(m) - 0.5 * 0.55**2, 0.55, n),
         }
-        return {name: np.clip(np.ceil(drawn), 1, 8 * m).astype(int) for name, drawn in kinds.items()}
+        kinds = {name: np.clip(np.ceil(drawn), 1, 8 * m).astype(int) for name, drawn in kinds.items()}
+        return {name: np.tile(drawn, self.steps // CYCLE) for name, drawn in kinds.items()}
 
 
 async def run(
@@ -203,10 +208,11 @@ async def run(
     parts.train_s = train_s
     if loop == "sync":
         await fit_sync(parts)
-        first, last = 0, case.steps - 1
+        first, last = 0, (case.steps - 1) // CYCLE * CYCLE
     else:
         await fit_partial(parts, batch_size=case.batch, max_staleness=case.staleness)
-        first, last = case.staleness + 1, case.steps - case.staleness - 3  # the others fill the pool, or drain it
+        first = case.staleness + 1  # those before fill the pool, and the last ones drain it
+        last = first + (case.steps - 1 - case.staleness - first) // CYCLE * CYCLE
     seconds, busy, tokens, again = np.subtract(ends[last], ends[first])
     return (seconds - (last - first) * train_s * (loop == "sync")) / tokens, busy / seconds, again / tokens
 
@@ -297,7 +303,7 @@ async def full_engine(server: VLLMServer, lengths: np.ndarray, slots: int) -> fl
 async def real(mean: int, rounds: int) -> bool:
     """All lengths, on vLLM. Whether a limit is missed."""
     case, missed = Case(batch=8, group=4, mean=mean), False
-    waits = replace(case, steps=15)  # that are enough where each step is like the others
+    waits = replace(case, steps=CYCLE + 1)  # enough, where each of them begins anew
     weights = run_gsm8k.make_trainer(run_gsm8k.Config(), str(run_gsm8k.POCKET), None, "cpu").weights()
     options = run_gsm8k.plan_devices(run_gsm8k.Config(kv_cache_mb=1024), 0).engine_args
     options |= {"dtype": "float32", "block_size": 32}
@@ -323,12 +329,14 @@ async def real(mean: int, rounds: int) -> bool:
     for name, drawn in case.draw().items():
         shown = []
         for number in range(rounds):
-            full = await full_engine(server, drawn[: 12 * case.slots], case.slots)
+            full = await full_engine(server, drawn[: (CYCLE + 4) * case.slots], case.slots)
             train_s = full * case.slots * mean / 10
             waiting, _, _ = await run(waits, "sync", server, train_s, drawn, sync)
             partial, busy, again = await run(case, "partial", server, train_s, drawn, sync)
             shown.append((waiting / full, partial / full, busy, again))
-            print(f"round {number}, {name}: {full * 1e6:.0f} us, " + " ".join(f"{x:.2f}" for x in shown[-1]), file=sys.stderr)
+            figures = " ".join(f"{x:.2f}" for x in shown[-1])
+            won = (waiting - partial) / (waiting - full)
+            print(f"round {number}, {name}: {full * 1e6:.0f} us, {figures}, {won:.0%} won", file=sys.stderr, flush=True)
         missed |= report(name, t0 / step_s, case, drawn, *np.median(shown, axis=0))
     await server.shutdown()
     return missed

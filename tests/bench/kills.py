@@ -56,9 +56,9 @@ def wait_for_a_moment(run: Path, process: subprocess.Popen, rng: random.Random) 
     if rng.random() < 0.5:
         time.sleep(rng.uniform(0, 2.5))
         return "training"
-    wait_for(lambda: any((run / "checkpoints").glob(".writing_*")), process, 5)
+    saving = wait_for(lambda: any((run / "checkpoints").glob(".writing_*")), process, 5)
     time.sleep(rng.uniform(0, 0.2))
-    return "a save or sync"
+    return "a save or sync" if saving else "training"
 
 
 def main() -> int:
@@ -70,8 +70,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     args = parser.parse_args()
     rng, different = random.Random(args.seed), 0
-    with tempfile.TemporaryDirectory() as tmp:
+    with tempfile.TemporaryDirectory(prefix="k-") as tmp:
         folder = Path(tmp)
+        os.environ["TMPDIR"] = tmp  # who is killed cannot take its own away
         for mode in args.modes:
             argv = ["--mode", mode, "--steps", str(args.steps)]
             whole = start(folder, f"{mode}-whole", *argv)
@@ -83,8 +84,10 @@ def main() -> int:
                 resume = ["--resume"] if (run / "config.json").exists() else []
                 process = start(folder, run.name, *argv, *resume)
                 moment = wait_for_a_moment(run, process, rng)
-                if process.poll() is not None:
+                if process.poll() == 0:
                     break  # it reached its end first
+                if process.poll() is not None:
+                    sys.exit(process.communicate()[1])
                 os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
                 during[moment] += 1
@@ -95,6 +98,7 @@ def main() -> int:
             same = metrics(run) == metrics(folder / f"{mode}-whole")
             different += not same
             where = ", ".join(f"{n} in {moment}" for moment, n in during.items())
+            different += sum(during.values()) < args.kills  # more --steps, then
             verdict = "equal to the bit" if same else "NOT EQUAL"
             print(f"{mode}: {sum(during.values())} kills ({where}), {args.steps} steps: {verdict}", flush=True)
     return int(different > 0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import os
 import random
@@ -75,7 +76,8 @@ async def disturb(run: Watched, rng: random.Random, mark: str, happened: dict[st
             if not found or not left[kills[what]]:
                 continue
             left[kills[what]] -= 1
-            os.kill(rng.choice(found), signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rng.choice(found), signal.SIGKILL)
         elif what == "pause":
             await run.manager.cancel()
             await asyncio.sleep(rng.uniform(0, 2))
@@ -109,11 +111,14 @@ def main() -> int:
 
             async def storm() -> None:
                 disturbing = asyncio.ensure_future(disturb(run, rng, folder, happened))
-                try:
-                    await run.fit()
-                finally:
-                    disturbing.cancel()
-                    await asyncio.gather(disturbing, return_exceptions=True)
+                fitting = asyncio.ensure_future(run.fit())
+                await asyncio.wait([fitting, disturbing], return_when=asyncio.FIRST_COMPLETED)
+                disturbing.cancel()  # it goes on for ever, unless it fails
+                (ended,) = await asyncio.gather(disturbing, return_exceptions=True)
+                if not isinstance(ended, asyncio.CancelledError):
+                    fitting.cancel()
+                    raise ended
+                await fitting
 
             start = time.monotonic()
             asyncio.run(storm())
@@ -125,7 +130,10 @@ def main() -> int:
         print(f"{seconds:.0f} s, {config.steps} steps, {len(run.trained)} responses, {run.partial} of several versions")
         print(", ".join(f"{what}: {n}" for what, n in sorted(happened.items())))
         print("every prompt was trained exactly once" if once else "LOST OR DOUBLED")
-    return int(not once)
+        calm = {"engine killed", "server killed", "worker killed", "pause", "cancel and resume", "sync"} - happened.keys()
+        if calm:
+            print(f"no storm: {', '.join(sorted(calm))} did not happen; more --steps, or another --seed")
+    return int(not once or bool(calm))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -86,6 +87,7 @@ def main() -> int:
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
     import ray
 
+    torch.set_num_threads(1)  # as the copy beside it has
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     trainer, missed, before = GRPOTrainer(load_policy(args.model)), False, None
     megabytes = len(trainer.weights()) / 1e6

@@ -101,6 +101,7 @@ def main() -> int:
     torch.set_num_threads(1)
     model = load_policy(args.model)
     trainer, missed = GRPOTrainer(model, learning_rate=0.0, micro_batch_tokens=args.micro_batch_tokens), False
+    memory: list[float] = []
     print("| responses | tokens | padding | bare, tokens/s | ours, tokens/s | ours / bare | optimiser, s | more memory, MB |")
     print("|---|---|---|---|---|---|---|---|")
     for rows in (args.batch, 4 * args.batch, 16 * args.batch):
@@ -122,12 +123,14 @@ def main() -> int:
                 times[name].append(seconds)
         rate = {name: tokens / statistics.median(values[1:]) for name, values in times.items()}
         ratio = statistics.median(a / b for a, b in zip(times["bare"][1:], times["ours"][1:], strict=True))
+        memory.append(peak_mb(args, rows))
         print(
             f"| {rows} | {tokens:,} | {padding:.1%} | {rate['bare']:,.0f} | {rate['ours']:,.0f} | {ratio:.2f} | "
-            f"{statistics.median(times['optimiser']):.3f} | {peak_mb(args, rows):.0f} |",
+            f"{statistics.median(times['optimiser']):.3f} | {memory[-1]:.0f} |",
             flush=True,
         )
         missed |= ratio < 0.85 or padding > 0.1
+    missed |= memory[2] > 1.3 * memory[1]  # both have full micro-batches, and one has four times as many of them
     print(f"load average {os.getloadavg()[0]:.1f}")
     return int(missed)
 
