@@ -248,11 +248,12 @@ class AgentLoopWorker:
         """Answers once the constructor is through: what to wait for at the start of a run."""
         return True
 
-    async def generate_sequences(self, prompts: RolloutBatch) -> RolloutBatch:
+    async def generate_sequences(self, prompts: RolloutBatch, *, new_columns_only: bool = False) -> RolloutBatch:
         """The same rows, in the same order, with what was generated for them.
 
-        Sets the columns `TOKEN_COLUMNS` and those of `extra_fields`; every other column that came in goes out again. So the
-        result can be sent in once more: responses that were cancelled are then resumed, finished ones stay as they are.
+        Sets the columns `TOKEN_COLUMNS` and those of `extra_fields`; every other column that came in goes out again (with
+        `new_columns_only` none but `uid`, since a manager has them). So the result can be sent in once more: responses that
+        were cancelled are then resumed, finished ones stay as they are.
         Its `meta_info["metrics"]` has one dict per sample: seconds, prompt and response length in tokens, and the loop's own.
         A sample that raises takes its siblings with it; the error names its `uid`.
         """
@@ -269,7 +270,8 @@ class AgentLoopWorker:
         finally:
             for task in tasks:
                 task.cancel()  # a no-op for those that are done
-        columns: dict[str, Any] = dict(prompts.columns)
+        kept = {"uid"} & prompts.columns.keys() if new_columns_only else prompts.columns
+        columns: dict[str, Any] = {name: prompts[name] for name in kept}
         for name, dtype in TOKEN_COLUMNS.items():
             columns[name] = Ragged.pack([getattr(output, name) for output, _ in outputs], dtype)
         for name in outputs[0][0].extra_fields if outputs else ():
@@ -361,8 +363,9 @@ class AgentLoopManager:
             numbered.append(RolloutBatch({**group.columns, "index": index}, group.meta_info | meta))
         return numbered
 
-    def _submit(self, worker: int, chunk: RolloutBatch) -> Any:
-        return self.agent_loop_workers[worker].generate_sequences.remote(chunk)
+    def _submit(self, worker: int, chunk: RolloutBatch, **options: Any) -> Any:
+        method = self.agent_loop_workers[worker].generate_sequences
+        return (method.options(**options) if options else method).remote(chunk, new_columns_only=True)
 
     async def _collect(self, calls: list[_Call], start: float, get: Callable[[Any], Awaitable[RolloutBatch]]) -> RolloutBatch:
         """Waits for all the calls and joins their answers in order."""
@@ -395,13 +398,16 @@ class AgentLoopManager:
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: ray.get(ref, timeout=self.timeout_s))
 
     async def _wait(self, call: _Call, get: Callable[[Any], Awaitable[RolloutBatch]]) -> RolloutBatch:
-        """The answer to one call; if its worker dies, that of the worker which takes over."""
+        """The answer to one call, joined to what stayed here; if its worker dies, that of the worker which takes over."""
         from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
 
         dead: set[int] = set()
         while True:
             try:
-                return await get(call.ref)
+                answer = await get(call.ref)
+                if "uid" in call.chunk and not np.array_equal(answer["uid"], call.chunk["uid"]):
+                    raise RuntimeError(f"{call} answered for other samples: {answer['uid'].tolist()}")
+                return RolloutBatch({**call.chunk.columns, **answer.columns}, {**call.chunk.meta_info, **answer.meta_info})
             except (GetTimeoutError, TimeoutError):
                 raise TimeoutError(f"{call} did not answer within {self.timeout_s:g} s") from None
             except RayTaskError as error:
@@ -416,7 +422,7 @@ class AgentLoopManager:
                     ref = self._submit(heir, call.chunk)
                 elif isinstance(error, ActorUnavailableError):  # Ray starts it again, and keeps the call until it is there
                     heir = call.worker
-                    ref = self.agent_loop_workers[heir].generate_sequences.options(max_task_retries=-1).remote(call.chunk)
+                    ref = self._submit(heir, call.chunk, max_task_retries=-1)
                 else:
                     raise RuntimeError(f"{call} died, and no other worker is left") from error
                 logger.warning("%s died; worker %d generates them again", call, heir)

@@ -256,6 +256,22 @@ def test_a_sample_that_raises_is_named_with_its_worker(idle: Any) -> None:
         AgentLoopManager(workers).generate_sequences(prompts)
 
 
+def test_what_a_worker_need_not_send_back_stays_with_the_manager(ray: Any, idle: Any) -> None:
+    """Chats are dear to move: they go there, and only what is new comes back, with the names of its samples. A worker that
+    answers for others is an error, and no batch of strangers."""
+    workers, _ = idle
+    batch = batch_of([[1], [2, 2]]).with_columns(raw_prompt=[[{"role": "user", "content": "x"}]] * 2)
+    new = ray.get(workers[0].generate_sequences.remote(batch, new_columns_only=True))
+    assert new.columns.keys() == {"uid", *TOKEN_COLUMNS, "stop_reason", "place", "size"}
+    whole = ray.get(workers[0].generate_sequences.remote(batch))
+    assert whole.columns.keys() == new.columns.keys() | {"raw_prompt"}
+    rollouts = AgentLoopManager(workers[:1]).generate_sequences(batch)
+    assert rollouts.columns.keys() == whole.columns.keys() and list(rollouts["raw_prompt"]) == list(batch["raw_prompt"])
+    confused = SimpleNamespace(remote=lambda chunk, **_: ray.put(new[::-1]))
+    with pytest.raises(RuntimeError, match=r"worker 0 with 2 samples \(s0, s1\) answered for other samples: \['s1', 's0'\]"):
+        AgentLoopManager([SimpleNamespace(generate_sequences=confused)]).generate_sequences(batch)
+
+
 def test_a_timeout_names_who_did_not_answer(idle: Any) -> None:
     """A worker that does not answer in time is named, and its work is cancelled, so that nothing holds up the exit."""
     workers, notes = idle
