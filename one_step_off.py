@@ -254,7 +254,8 @@ class AgentLoopWorker:
         Sets the columns `TOKEN_COLUMNS` and those of `extra_fields`; every other column that came in goes out again (with
         `new_columns_only` none but `uid`, since a manager has them). So the result can be sent in once more: responses that
         were cancelled are then resumed, finished ones stay as they are.
-        Its `meta_info["metrics"]` has one dict per sample: seconds, prompt and response length in tokens, and the loop's own.
+        Its `meta_info["metrics"]` has an array (n,) for each figure: seconds, prompt and response length in tokens, and the
+        loop's own, nan where a sample has none.
         A sample that raises takes its siblings with it; the error names its `uid`.
         """
         sampling_params = prompts.meta_info.get("sampling_params", {})
@@ -276,7 +277,9 @@ class AgentLoopWorker:
             columns[name] = Ragged.pack([getattr(output, name) for output, _ in outputs], dtype)
         for name in outputs[0][0].extra_fields if outputs else ():
             columns[name] = [output.extra_fields[name] for output, _ in outputs]
-        return RolloutBatch(columns, {**prompts.meta_info, "metrics": [metrics for _, metrics in outputs]})
+        figures = dict.fromkeys(name for _, metrics in outputs for name in metrics)
+        by_name = {name: np.array([metrics.get(name, np.nan) for _, metrics in outputs]) for name in figures}
+        return RolloutBatch(columns, {**prompts.meta_info, "metrics": by_name})
 
     async def _run(self, sampling_params: dict[str, Any], sample: dict[str, Any]) -> tuple[Any, dict[str, float]]:
         start = time.perf_counter()
@@ -380,7 +383,7 @@ class AgentLoopManager:
             self._end_work(calls)
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
-        metrics = [sample for part in parts for sample in part.meta_info.pop("metrics")]
+        metrics = [part.meta_info.pop("metrics") for part in parts]
         rollouts = RolloutBatch.concat(parts)
         del rollouts.meta_info["batch_id"], rollouts.meta_info["batch_size"], rollouts.columns["index"]
         rollouts.meta_info["timing"] = {"generate_s": time.perf_counter() - start, **_timing(metrics)}
@@ -492,13 +495,17 @@ class OneStepOffAgentLoopManager(AgentLoopManager):
         await asyncio.gather(*[getattr(replica, method).remote(*args) for replica in self.rollout_replicas])
 
 
-def _timing(metrics: list[dict[str, float]]) -> dict[str, float]:
-    """verl's timing keys from the per-sample metrics; seconds and tokens. An empty batch has none."""
-    if not metrics:
+def _timing(parts: list[dict[str, np.ndarray]]) -> dict[str, float]:
+    """verl's timing keys from the samples' metrics; seconds and tokens. An empty batch has none."""
+    parts = [part for part in parts if part]
+    if not parts:
         return {}
-    seconds = np.array([sample["generate_sequences"] for sample in metrics])
-    preempted = np.array([sample.get("num_preempted", -1) for sample in metrics])  # -1, as in verl: the loop does not say
-    slowest = metrics[int(seconds.argmax())]
+    names = "generate_sequences", "prompt_length", "response_length"
+    figures = {name: np.concatenate([part[name] for part in parts]) for name in names}
+    seconds = figures["generate_sequences"]
+    # -1, as in verl, where the loop does not say.
+    preempted = np.concatenate([part.get("num_preempted", np.full(len(part[names[0]]), -1)) for part in parts])
+    slowest = {name: values[int(seconds.argmax())] for name, values in figures.items()}
     return {
         "agent_loop/generate_sequences/min": float(seconds.min()),
         "agent_loop/generate_sequences/max": float(seconds.max()),

@@ -54,9 +54,8 @@ class Echo:
         self.arrays = {
             f"{name}:{part}": getattr(ragged, part) for name, ragged in self.columns.items() for part in ("values", "lengths")
         }
-        self.metrics = [
-            {"generate_sequences": 1.0, "prompt_length": PROMPT, "response_length": int(n), "num_calls": 1} for n in responses
-        ]
+        figures = {"generate_sequences": 1.0, "prompt_length": PROMPT, "num_calls": 1}
+        self.metrics = {name: np.full(rows, figure) for name, figure in figures.items()} | {"response_length": responses}
         self.padded = padded(rows, response_length) if verl else None
 
     def generate_sequences(self, chunk: Any, new_columns_only: bool = False) -> Any:
