@@ -1,7 +1,7 @@
 """What does interrupting save? fit_partial beside waiting for the whole batch, on an engine in simulated time, and on vLLM.
 
     python tests/bench/interrupt.py                  # about a minute
-    python tests/bench/interrupt.py --real           # vLLM with the pocket policy: about 40 minutes
+    python tests/bench/interrupt.py --real           # vLLM with the pocket policy: about half an hour
 
 The loops, the pool, the agent loop and the server manager are the real ones. The engine has as many slots as a batch has
 responses; a step with n of them busy takes t0 + t1 n seconds, and a = t0 / (t0 + t1 slots) is the share that many sequences do
@@ -17,7 +17,7 @@ again   tokens prefilled a second time, in percent of those generated
 On vLLM 8 prompts x 4 responses have 32 slots, syncs are real (training only waits), and lengths are forced. "An engine whose
 slots are always full" is vLLM that is given responses of the same lengths all at once, without a cut, in turns with the two
 loops; t0 and t1, for a, come from responses of the mean length. On a CPU a token that is prefilled again costs a seventh of one
-that is generated; and a cut costs 0.1 s, whatever the step takes: --mean says how much that weighs.
+that is generated; and a cut costs 0.05 s, whatever the step takes: --mean says how much that weighs.
 
 Must reach: slots 95 % busy and 80 % won where there is a tail; with constant lengths a loss of at most 3 %.
 """
