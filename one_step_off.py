@@ -503,8 +503,8 @@ def _timing(parts: list[dict[str, np.ndarray]]) -> dict[str, float]:
     names = "generate_sequences", "prompt_length", "response_length"
     figures = {name: np.concatenate([part[name] for part in parts]) for name in names}
     seconds = figures["generate_sequences"]
-    # -1, as in verl, where the loop does not say.
-    preempted = np.concatenate([part.get("num_preempted", np.full(len(part[names[0]]), -1)) for part in parts])
+    preempted = np.concatenate([part.get("num_preempted", np.full(len(part["prompt_length"]), np.nan)) for part in parts])
+    preempted = np.nan_to_num(preempted, nan=-1)  # as in verl, where the loop does not say
     slowest = {name: values[int(seconds.argmax())] for name, values in figures.items()}
     return {
         "agent_loop/generate_sequences/min": float(seconds.min()),

@@ -78,6 +78,11 @@ def knob(default: Any, group: str, help: str, alone: Any = None) -> Any:
     return dataclasses.field(default=default, metadata={"group": group, "help": help, "alone": alone})
 
 
+def flag(name: str) -> str:
+    """The command line's word for a field of Config."""
+    return "--" + name.replace("_", "-")
+
+
 @dataclass
 class Config:
     """Each knob once: name, type, default, meaning, unit. The command line is made from it."""
@@ -189,17 +194,19 @@ def parse_config(argv: Sequence[str]) -> tuple[Config, str]:
     groups: dict[str, Any] = {}
     for f in dataclasses.fields(Config):
         group = groups.setdefault(f.metadata["group"], parser.add_argument_group(f.metadata["group"]))
-        flag, kind = "--" + f.name.replace("_", "-"), types[f.name]
+        kind = types[f.name]
         shown = "" if f.default in ("", False) or f.metadata["alone"] else f" [{f.default}]"
         if kind is bool:
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=f.metadata["help"] + shown)
+            group.add_argument(
+                flag(f.name), action=argparse.BooleanOptionalAction, default=None, help=f.metadata["help"] + shown
+            )
         else:
             choices = get_args(kind) or None
             kind = str if choices else kind
             metavar = None if choices else {int: "N", float: "X", str: "TEXT"}[kind]
             more = {"nargs": "?", "const": f.metadata["alone"]} if f.metadata["alone"] is not None else {}
             group.add_argument(
-                flag, type=kind, choices=choices, metavar=metavar, default=None, help=f.metadata["help"] + shown, **more
+                flag(f.name), type=kind, choices=choices, metavar=metavar, default=None, help=f.metadata["help"] + shown, **more
             )
     given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     for name in ("model", "data"):  # a folder by its full name: Ray's workers are elsewhere, and a run is resumed from anywhere
@@ -240,15 +247,15 @@ def read_saved_config(given: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("preset", "mode", "model", "data", "seed", "batch_size", "group_size", "temperature"):
         moved = name in ("model", "data") and saved[name].startswith("/") and not Path(saved[name]).exists()
         if given.get(name, saved[name]) != saved[name] and not moved:
-            flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{flag} {given[name]}: {folder} was begun with {saved[name]}; leave {flag} out, or start anew")
+            begun = f"{folder} was begun with {saved[name]}"
+            raise UsageError(f"{flag(name)} {given[name]}: {begun}; leave {flag(name)} out, or start anew")
     if bool(given.get("compare", saved["compare"])) != bool(saved["compare"]):
         raise UsageError(f"--compare: {folder} is one run; leave --compare out, or start anew")
     for name in ("max_staleness", "steps") if saved["mode"] == "partial" else ():
         # Groups under way were admitted for the bounds that it had: some could not be trained in time, or would be twice.
         if given.get(name, saved[name]) < saved[name]:
-            flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{flag} {given[name]}: {folder} was begun with {saved[name]}; give no less, or start anew")
+            begun = f"{folder} was begun with {saved[name]}"
+            raise UsageError(f"{flag(name)} {given[name]}: {begun}; give no less, or start anew")
     return saved | {"out": out}  # the folder itself may have moved, too
 
 
@@ -256,8 +263,10 @@ def to_argv(config: Config) -> list[str]:
     """The command line that gives `config`."""
     argv = []
     for name, value in dataclasses.asdict(config).items():
-        flag = name.replace("_", "-")
-        argv.append(f"--{flag}" if value is True else f"--no-{flag}" if value is False else f"--{flag}={value}")
+        if isinstance(value, bool):
+            argv.append(flag(name if value else f"no_{name}"))
+        else:
+            argv.append(f"{flag(name)}={value}")
     return argv
 
 
@@ -277,11 +286,11 @@ def check_config(config: Config) -> None:
     for name, least in at_least.items():
         value = getattr(config, name)
         if value < least:
-            raise UsageError(f"--{name.replace('_', '-')} {value}: give at least {least}")
+            raise UsageError(f"{flag(name)} {value}: give at least {least}")
     for name in ("learning_rate", "temperature", "max_grad_norm", "clip_low", "clip_high", "timeout_s", "server_timeout_s"):
         value = getattr(config, name)
         if not (value > 0 and math.isfinite(value)):
-            raise UsageError(f"--{name.replace('_', '-')} {value}: give a number above 0")
+            raise UsageError(f"{flag(name)} {value}: give a number above 0")
     if not math.isfinite(config.kl_coef):
         raise UsageError(f"--kl-coef {config.kl_coef}: give a finite number, 0 or above")
     if config.seed > 2**31 - 1:

