@@ -114,6 +114,9 @@ class Config:
     max_grad_norm: float = knob(1.0, "training", "gradients are clipped to this norm")
     micro_batch_tokens: int = knob(8192, "training", "tokens, padding included, that pass the model at once (memory)")
     gradient_checkpointing: bool = knob(False, "training", "recompute activations: less memory, more time")
+    attn_implementation: L["auto", "sdpa", "eager"] = knob(
+        "auto", "training", "as in transformers; eager trains a very small model faster in bfloat16 on a CPU"
+    )
 
     max_staleness: int = knob(1, "rollouts", "partial mode: versions between a prompt's start and its training, at most")
     temperature: float = knob(1.0, "rollouts", "of sampling, above 0")
@@ -1040,12 +1043,15 @@ def make_trainer(config: Config, source: str, resume_from: Path | None, device: 
     torch.manual_seed(config.seed)
     knobs = {f.name for f in dataclasses.fields(GRPOTrainer) if f.init} - {"model", "reference"}
 
-    def place(model: Any) -> Any:
-        return shard(model.to(device)) if torch.distributed.is_initialized() else model.to(device)
+    attention = None if config.attn_implementation == "auto" else config.attn_implementation
+
+    def load(path: str, gradient_checkpointing: bool = False) -> Any:
+        model = load_policy(path, dtype, gradient_checkpointing, attention).to(device)
+        return shard(model) if torch.distributed.is_initialized() else model
 
     trainer = GRPOTrainer(
-        place(load_policy(source, dtype, config.gradient_checkpointing)),
-        reference=place(load_policy(config.model, dtype)) if config.kl_coef else None,
+        load(source, config.gradient_checkpointing),
+        reference=load(config.model) if config.kl_coef else None,
         **{name: value for name, value in dataclasses.asdict(config).items() if name in knobs},
     )
     if resume_from:

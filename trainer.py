@@ -216,11 +216,21 @@ def kl_k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 # ---- 5. and 6. The trainer: model, optimiser, one version number -----------------------------------------------------
 
 
-def load_policy(path: str, dtype: torch.dtype = torch.float32, gradient_checkpointing: bool = False) -> nn.Module:
-    """A Hugging Face causal language model from a folder or hub name. Code that comes with a model is never run."""
+def load_policy(
+    path: str,
+    dtype: torch.dtype = torch.float32,
+    gradient_checkpointing: bool = False,
+    attn_implementation: str | None = None,
+) -> nn.Module:
+    """A Hugging Face causal language model from a folder or hub name. Code that comes with a model is never run.
+
+    `attn_implementation` is transformers' name for how attention is computed; None leaves the choice to it.
+    """
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, trust_remote_code=False, attn_implementation=attn_implementation
+    )
     # `compute_log_probs` calls body and head apart, and a model that scales or caps its logits on the way would give others: so
     # both ways are compared once. It stays as it is loaded, in eval mode: dropout would make another policy of it.
     ids = np.arange(8) % model.get_output_embeddings().weight.shape[0]

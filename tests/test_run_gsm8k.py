@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -477,6 +478,22 @@ def test_a_checkpoint_has_all_that_a_run_needs_to_go_on(tmp_path: Path, monkeypa
         resumed("--kl-coef", "0.1")
     with pytest.raises(UsageError, match=r"--steps 9: .*step_000010 has 10 of them already; give more"):
         resumed("--steps", "9")
+
+
+def test_the_knobs_of_training_reach_the_trainer_and_its_models() -> None:
+    """One that is parsed, saved and forgotten would look like a choice, and be none."""
+    flags = """--learning-rate 0.5 --clip-low 0.3 --clip-high 0.4 --importance decoupled --loss-aggregation dr-grpo
+        --group-size 3 --num-mini-batches 2 --kl-coef 0.1 --max-grad-norm 7 --micro-batch-tokens 99 --temperature 0.7
+        --response-length 12""".split()
+    more = "--preset pocket --no-normalize-by-std --gradient-checkpointing --dtype bfloat16 --attn-implementation eager".split()
+    config, _ = parse_config(flags + more)
+    made = run_gsm8k.make_trainer(config, config.model, None, "cpu")
+    for name in flags[::2]:
+        name = name.removeprefix("--").replace("-", "_")
+        assert getattr(made, name) == getattr(config, name) != getattr(run_gsm8k.Config, name)
+    assert not made.normalize_by_std and made.model.is_gradient_checkpointing
+    for model in (made.model, made.reference):
+        assert model.config._attn_implementation == "eager" and model.dtype == torch.bfloat16
 
 
 def test_what_was_not_measured_is_not_in_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -963,6 +963,18 @@ def test_gradient_checkpointing_computes_more_and_changes_nothing(tmp_path: Path
     assert_same_gradient(gradients[True], gradients[False])
 
 
+def test_the_implementation_of_attention_is_the_users_choice_and_changes_nothing(tmp_path: Path) -> None:
+    """Two that are computed in different ways have one gradient."""
+    tiny_llama().save_pretrained(tmp_path)
+    gradients = {}
+    for name in ("sdpa", "eager"):
+        trainer = measuring(load_policy(str(tmp_path), attn_implementation=name))
+        assert trainer.model.config._attn_implementation == name
+        trainer.update(random_batch(2))
+        gradients[name] = gradient(trainer)
+    assert_same_gradient(gradients["sdpa"], gradients["eager"])
+
+
 SMALL = dict(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4)
 SMALL |= dict(num_key_value_heads=2, head_dim=4, max_position_embeddings=64, initializer_range=0.4, pad_token_id=0)
 
