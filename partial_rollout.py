@@ -530,9 +530,8 @@ class VLLMServer:
         self._weights_file, self._weights_map = os.memfd_create("weights"), None
         weakref.finalize(self, os.close, self._weights_file)
         self._logprobs = LogprobTable.create(self.engine.model_config.max_model_len)
-        self._closed_by: set[str] = (
-            set()
-        )  # why no request is taken: "cancel", "sleep", "update", or "no weights" after sleep(2)
+        # Why no request is taken: "cancel", "sleep", "update", or "no weights" after sleep(2).
+        self._closed_by: set[str] = set()
         self._door = asyncio.Lock()  # held while a request goes in, and while the door moves: none is ever half-way
         self._paused = False  # from a sync until the next request is in
         self._batches: dict[Any, list[tuple[int, Callable, asyncio.Future]]] = {}  # tickets that wait
