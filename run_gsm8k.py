@@ -32,6 +32,7 @@ import functools
 import getpass
 import hashlib
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -247,15 +248,19 @@ def read_saved_config(given: Mapping[str, Any]) -> dict[str, Any]:
             f"{file} is of another version of this program, by {', '.join(sorted(differing))}: resume with that version, or "
             f"start anew with another --name"
         )
-    for name in ("preset", "mode", "model", "data", "seed", "batch_size", "group_size", "temperature"):
+    fixed = {"preset", "mode", "model", "data", "seed", "batch_size", "group_size", "temperature"}
+    if saved["compare"]:  # its runs are set side by side
+        fixed = saved.keys() - {"compare", "out", "name", "resume", "verbose", "report_to", "timeout_s", "server_timeout_s"}
+    for name in sorted(fixed):
         moved = name in ("model", "data") and saved[name].startswith("/") and not Path(saved[name]).exists()
         if given.get(name, saved[name]) != saved[name] and not moved:
             begun = f"{folder} was begun with {saved[name]}"
             raise UsageError(f"{flag(name)} {given[name]}: {begun}; leave {flag(name)} out, or start anew")
     if bool(given.get("compare", saved["compare"])) != bool(saved["compare"]):
         raise UsageError(f"--compare: {folder} is one run; leave --compare out, or start anew")
-    for name in ("max_staleness", "steps") if saved["mode"] == "partial" else ():
-        # Groups under way were admitted for the bounds that it had: some could not be trained in time, or would be twice.
+    for name in ("max_staleness", "steps", "prompt_length", "response_length") if saved["mode"] == "partial" else ():
+        # Groups under way were admitted for the bounds that it had: some could not be trained in time, or would be twice, or
+        # would be too long.
         if given.get(name, saved[name]) < saved[name]:
             begun = f"{folder} was begun with {saved[name]}"
             raise UsageError(f"{flag(name)} {given[name]}: {begun}; give no less, or start anew")
@@ -868,11 +873,12 @@ def model_lengths(model: str, config: Config) -> dict[str, int]:
 
 def check_prompts(problems: PocketProblems | GSM8K, tokenizer: Any, config: Config) -> None:
     """Raises UsageError for a prompt that is longer than --prompt-length. Looks at the test set and the longest problems."""
+    longest = 0
     for problem in [*problems.test(config.eval_problems), *problems.longest(200)]:
         chat = [{"role": "user", "content": problem.question}]
-        n = len(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
-        if n > config.prompt_length:
-            raise UsageError(f"--prompt-length {config.prompt_length}: a prompt has {n} tokens; give at least that")
+        longest = max(longest, len(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)))
+    if longest > config.prompt_length:
+        raise UsageError(f"--prompt-length {config.prompt_length}: a prompt has {longest} tokens; give at least that")
 
 
 # ---- Which device, which machine -------------------------------------------------------------------------------------
@@ -912,9 +918,12 @@ def plan_devices(config: Config, gpus: int) -> Plan:
                 "--colocate: one server and one trainer take turns on one GPU; leave out --rollout-servers, "
                 "--tensor-parallel-size and --trainer-workers, or --colocate"
             )
+        takers = f"--rollout-servers {servers} with --tensor-parallel-size {each}"
+        if trainers:
+            takers = f"--trainer-workers {trainers} and {takers}"
         raise UsageError(
-            f"--trainer-workers {trainers} and --rollout-servers {servers} with --tensor-parallel-size {each} take {needed} "
-            f"GPUs, and {gpus} are here: lower one of them (a single server may share the GPU of a single trainer)"
+            f"{takers} take {needed} GPUs, and {gpus} are here: lower one of them (a single server may share the GPU of a "
+            f"single trainer)"
         )
     args = {
         "gpu_memory_utilization": config.gpu_memory_utilization or (0.7 if colocate else 0.5 if shared else 0.9),
@@ -1166,6 +1175,8 @@ def _answer_of(rank: int, call: Any, timeout: float | None = None) -> None:
     try:
         ray.get(call, timeout=timeout)
     except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, FloatingPointError):  # of the batch, as it would be in this process
+            raise error.cause from error
         raise RuntimeError(f"trainer worker {rank} failed: {error.cause}") from error
     except ray.exceptions.RayActorError as error:
         why = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -1225,7 +1236,7 @@ class GPUTransfer:
         import ray
 
         try:
-            # Not again where a server died: one that was started again is in no group.
+            # Not sent again where a server dies on the way: once it is started again it is in no group.
             calls = [server.update_weights.options(max_task_retries=0) for server in self.servers]
             ray.get([call.remote(update_info, self.version) for call in calls])
         except BaseException:
@@ -1514,7 +1525,7 @@ class Run:
 
     async def look_after(self, i: int) -> None:
         """Watches server i for ever. When it has died, Ray starts it again, and it gets the current weights."""
-        from ray.exceptions import RayActorError
+        from ray.exceptions import OutOfMemoryError, RayActorError
 
         try:
             while True:
@@ -1523,12 +1534,13 @@ class Run:
                 while not back:
                     back = await self._bring_back(i)
                 say(f"vLLM server {i} was started again, and has the weights of version {self.weights_version}")
-        except RayActorError:
+        except (RayActorError, OutOfMemoryError):
             pass  # once too often: those who wait for its answers hear of it
 
     async def _until_it_dies(self, i: int, period_s: float = 2.0) -> None:
-        """Returns when server i has died, of which a call that it never answers tells: that fails at once. If it is silent it
-        is killed. Only a server that was up gets a ping: one that is being started would let it wait, and not hang."""
+        """Returns when server i has died, of which a call that it never answers tells: that fails at once, unless it came while
+        the server was being started. If it is silent it is killed. Only a server that was up gets a ping: one that is being
+        started would let it wait, and not hang."""
         server, limit_s = self.servers[i], self.config.server_timeout_s
         death = asyncio.wrap_future(server.sleep_for_ever.options(max_task_retries=0).remote().future())
         ping = death
@@ -1538,6 +1550,8 @@ class Run:
                 await asyncio.wait({death, ping}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
                 if not ping.done() and not death.done():
                     return self._kill(i, f"did not answer within {limit_s:g} s (if it is only slow, raise --server-timeout-s)")
+                if ping.done() and not ping.exception() and ping.result():
+                    return None  # it has died and is up again, both unseen, and waits for weights
                 await asyncio.wait({death}, timeout=period_s)
         finally:
             death.cancel()
@@ -1546,7 +1560,7 @@ class Run:
 
     async def _bring_back(self, i: int) -> bool:
         """Waits until server i is up and gives it the weights, unless a sync that was going on has. False if that fails."""
-        import ray
+        from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
 
         server, limit_s = self.servers[i], self.config.server_timeout_s
         self.transfer = None  # its group has lost a member: from now on weights go through the object store
@@ -1554,8 +1568,12 @@ class Run:
             await asyncio.wait_for(server.ready.remote(), self.config.timeout_s)
             async with self.syncing:
                 if await asyncio.wait_for(server.ping.remote(), limit_s):
-                    await asyncio.wait_for(server.update_weights.remote(self.weights, self.weights_version), limit_s)
-        except ray.exceptions.RayActorError:
+                    # Where this is given up Ray must not send it again: it would overtake a later sync.
+                    update = server.update_weights.options(max_task_retries=0)
+                    await asyncio.wait_for(update.remote(self.weights, self.weights_version), limit_s)
+        except ActorUnavailableError:  # it died once more
+            return False
+        except (RayActorError, OutOfMemoryError):
             raise
         except Exception as error:  # its requests would wait for the weights until --timeout-s
             why = [line for line in str(error).splitlines() if line.strip()] or [f"did not answer within {limit_s:g} s"]
@@ -1615,7 +1633,9 @@ class Run:
         from trainer import save_checkpoint
 
         with self.timeline.span("trainer", "save", self.trainer.param_version):
-            return save_checkpoint(self.checkpoints, t, self.trainer, rollouts, keep=self.config.keep, tokenizer=self.tokenizer)
+            # Servers and workers that are started again load the model from where this launch did.
+            options = {"keep": self.config.keep, "tokenizer": self.tokenizer, "spare": self.resume_from}
+            return save_checkpoint(self.checkpoints, t, self.trainer, rollouts, **options)
 
     def log(self, t: int, metrics: dict[str, float], rollouts: Any) -> None:
         """A line in metrics.jsonl, the first group's responses in samples.jsonl, and the progress bar."""
@@ -1688,7 +1708,7 @@ class Run:
         finally:
             self.bar.close()
             self.tracker.close()
-            self.timeline.save(self.folder / "timeline.json")
+            self.save_timeline()
         seconds = time.perf_counter() - start
         if self.first_step < config.steps:  # else it is what this launch began with
             self.save(config.steps)
@@ -1697,8 +1717,13 @@ class Run:
             await self.sync()
             after = await self.held_out()
         await self._add_servers_to_timeline()
-        self.timeline.save(self.folder / "timeline.json")
+        self.save_timeline()
         return {"before": before, "after": after, "fit_s": seconds, "first_step_s": first_step_at}
+
+    def save_timeline(self) -> None:
+        """timeline.json; where this launch had no step to make, that of the one before stays."""
+        if self.first_step < self.config.steps:
+            self.timeline.save(self.folder / "timeline.json")
 
     async def _add_servers_to_timeline(self) -> None:
         """A lane for each server, by its own clock, in place of the lane `rollouts`, which is what this process saw."""
@@ -1849,10 +1874,10 @@ def draw_curve(rows: Sequence[dict[str, float]], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    zero = rows[0]["time/seconds"] - rows[0]["time/step_s"]
+    seconds = list(itertools.accumulate(row["time/step_s"] for row in rows))  # without what a second launch took to start
     for axis, xs, label in (
         (axes[0], [row["step"] + 1 for row in rows], "update"),
-        (axes[1], [row["time/seconds"] - zero for row in rows], "seconds of training"),
+        (axes[1], seconds, "seconds of training"),
     ):
         axis.plot(xs, [row["reward"] for row in rows], color=OKABE_ITO[0], label="mean reward of the batch")
         axis.set(xlabel=label, ylabel="reward", ylim=(0, 1.02))
@@ -1968,6 +1993,12 @@ def draw_comparison(runs: Mapping[tuple[str, int], Sequence[dict[str, float]]], 
     plt.close(figure)
 
 
+def end_with_parent(libc: ctypes.CDLL) -> None:
+    """For a process that was just forked: it gets a SIGTERM when its parent is killed."""
+    pr_set_pdeathsig = 1
+    libc.prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
 def compare(config: Config, heard: Callable[[], None]) -> None:
     """All three loops, with the same seeds, each run in a process of its own: a table, and two pictures.
 
@@ -1979,6 +2010,7 @@ def compare(config: Config, heard: Callable[[], None]) -> None:
         raise UsageError(f"{folder} exists already: choose another --name, or go on with it by --resume")
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "config.json", json.dumps(dataclasses.asdict(config) | {"resume": False}, indent=1) + "\n")
+    libc = ctypes.CDLL(None)
     todo = [(mode, config.seed + i) for i in range(config.compare) for mode in ("sync", "one-step-off", "partial")]
     for number, (mode, seed) in enumerate(todo, start=1):
         name = f"{mode}-{seed}"
@@ -1989,7 +2021,8 @@ def compare(config: Config, heard: Callable[[], None]) -> None:
         begun = (folder / name / "config.json").exists()
         one = dataclasses.replace(config, mode=mode, seed=seed, compare=0, out=str(folder), name=name, resume=begun)
         # A session of its own, so that Ctrl-C reaches it once: from here.
-        process = subprocess.Popen([sys.executable, str(HERE / "run_gsm8k.py"), *to_argv(one)], start_new_session=True)
+        command = [sys.executable, str(HERE / "run_gsm8k.py"), *to_argv(one)]
+        process = subprocess.Popen(command, start_new_session=True, preexec_fn=functools.partial(end_with_parent, libc))
         try:
             status = process.wait()
         except KeyboardInterrupt:
@@ -2014,7 +2047,8 @@ def compare(config: Config, heard: Callable[[], None]) -> None:
     for mode, seed in sorted(todo, key=lambda key: todo.index((key[0], config.seed))):
         summary = json.loads((runs[mode, seed] / "summary.json").read_text())
         held_out = [summary[when]["accuracy"] if summary[when] else "" for when in ("before", "after")]
-        cells = [mode, seed, *held_out, *(summary[name] for name in ("step_s", "fit_s", "overlap_efficiency"))]
+        training_s = sum(row["time/step_s"] for row in rows[mode, seed])
+        cells = [mode, seed, *held_out, summary["step_s"], training_s, summary["overlap_efficiency"]]
         cells += [
             sum(row["staleness/mean"] for row in rows[mode, seed]) / len(rows[mode, seed]),
             max(row["staleness/max"] for row in rows[mode, seed]),
@@ -2028,7 +2062,8 @@ def summarize(run: Run, result: dict[str, Any]) -> None:
     """The last lines of a run, its pictures, and summary.json."""
     rows, config = run.rows, run.config
     draw_curve(rows, run.folder / "curve.png")
-    draw_timelines({f"{config.mode}, seed {config.seed}": run.timeline}, run.folder / "timeline.png")
+    if run.first_step < config.steps:
+        draw_timelines({f"{config.mode}, seed {config.seed}": run.timeline}, run.folder / "timeline.png")
     steady = rows[1:] or rows
     step, generate, train, sync = (
         sum(row[f"time/{name}_s"] for row in steady) / len(steady) for name in ("step", "generate", "train", "sync")
@@ -2046,8 +2081,9 @@ def summarize(run: Run, result: dict[str, Any]) -> None:
             say(f"with a #### number {answered}")
     first, last = (row["response_length/mean"] for row in (rows[0], rows[-1]))
     say(f"response length    {first:.0f} tokens in the first step, {last:.0f} in the last")
+    launch = "since it was resumed" if run.first_step else "in all"
     say(
-        f"seconds            {result['seconds']:.0f} in all, of which {result['first_step_s']:.0f} before the "
+        f"seconds            {result['seconds']:.0f} {launch}, of which {result['first_step_s']:.0f} before the "
         f"first step and {result['fit_s']:.0f} for {config.steps - run.first_step} steps"
     )
     say(
@@ -2085,7 +2121,9 @@ def describe_failure(run: Run, error: Exception) -> str:
     config = run.config
     if isinstance(error, FloatingPointError):  # it would happen again
         newest = max(run.checkpoints.glob("step_*"), default=config.model)
-        argv = ["--preset", config.preset, "--model", str(newest), "--data", config.data]
+        again = dataclasses.replace(config, model=str(newest), out=Config.out, name="", resume=False)
+        preset = Config(**{**PRESETS[config.preset], "preset": ""})
+        argv = [arg for arg, same in zip(to_argv(again), to_argv(preset), strict=True) if arg != same]
         return f"{line}; lower --learning-rate, and start from the newest checkpoint with {shlex.join(argv)}"
     if run.checkpoints.is_dir() and any(run.checkpoints.glob("step_*")):
         argv = ["--out", config.out, "--name", os.path.relpath(run.folder, config.out), "--resume"]

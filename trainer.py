@@ -228,9 +228,9 @@ def load_policy(
     """
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, trust_remote_code=False, attn_implementation=attn_implementation
-    )
+    options = {"attn_implementation": attn_implementation} if attn_implementation else {}
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False, **options)
+    _check_generation_config(path, model.generation_config)
     # `compute_log_probs` calls body and head apart, and a model that scales or caps its logits on the way would give others: so
     # both ways are compared once. It stays as it is loaded, in eval mode: dropout would make another policy of it.
     ids = np.arange(8) % model.get_output_embeddings().weight.shape[0]
@@ -247,6 +247,20 @@ def load_policy(
             f"or it has dropout: leave gradient checkpointing out"
         )
     return model
+
+
+def _check_generation_config(path: str, config: Any) -> None:
+    """transformers loads what it then refuses to save, which would be with the first checkpoint. Most often it is a temperature
+    without the word that it samples."""
+    try:
+        config.validate(strict=True)
+    except ValueError:
+        config.do_sample = True
+        try:
+            config.validate(strict=True)
+        except ValueError as error:
+            why = " ".join(line for line in str(error).splitlines() if line.startswith("- "))  # those with the reasons
+            raise ValueError(f"{path}: its generation_config.json could not be saved again: mend it ({why})") from error
 
 
 def shard(model: nn.Module) -> nn.Module:
@@ -838,7 +852,7 @@ class GroupPool:
 
 async def fit_partial(parts: Parts, *, batch_size: int, max_staleness: int) -> None:
     """Fully asynchronous: rollouts run ahead by `max_staleness` batches, and training waits for the first `batch_size` complete
-    groups, for a certain one only if it would be too old for the next batch.
+    groups; where an unfinished one would be too old for the next batch, for that one too.
 
         rollouts | gen v0 .............x gen v1 ................x gen v2 ......
         trainer  | (waits) | train v0 | | (waits) | train v1 | |
@@ -933,14 +947,21 @@ def step_times(generate_s: float, wait_s: float, train_s: float, sync_s: float, 
 
 
 def save_checkpoint(
-    root: Path, step: int, trainer: GRPOTrainer, rollouts: Any, *, keep: int = 2, tokenizer: Any = None
+    root: Path,
+    step: int,
+    trainer: GRPOTrainer,
+    rollouts: Any,
+    *,
+    keep: int = 2,
+    tokenizer: Any = None,
+    spare: Path | None = None,
 ) -> Path:
     """Writes root/step_NNNNNN: all that a run needs to go on with batch `step` as if it had never stopped.
 
     Weights (with config and tokenizer: the folder is a model like any other), optimiser, versions, random state, and the
     rollouts that wait to be trained, if any do. Everything is written aside, synced to disk and renamed in one piece, so a
     folder with that name is complete. `state.json` holds the SHA-256 of each file, and its own. Older checkpoints beyond
-    `keep` are removed last.
+    `keep` are removed last, but for `spare`: the one that a run began with, and that what is started again begins with, too.
     """
     final = root / f"step_{step:06d}"
     aside = root / f".writing_{step:06d}"
@@ -968,7 +989,8 @@ def save_checkpoint(
         raise
     # Later ones were harmed, or the run would have resumed there. They must not push out those that are whole.
     for old in sorted(path for path in root.glob("step_*") if path <= final)[:-keep]:
-        shutil.rmtree(old)
+        if spare is None or old.resolve() != spare.resolve():
+            shutil.rmtree(old)
     return final
 
 

@@ -362,6 +362,31 @@ def test_the_chunk_of_a_worker_that_dies_is_generated_by_another(
     assert "worker 1 with 2 samples (s3, s4) died; worker 0 generates them again" in caplog.text
 
 
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_worker_that_has_died_gets_no_work_until_it_is_up_again(ray: Any, tmp_path: Path, restarts: int) -> None:
+    """A server takes a batch whole, so that the requests of the living would wait for those of the dead: every sample after the
+    one batch has its place in it."""
+    actor = ray.remote(num_cpus=0, max_concurrency=100, max_restarts=restarts)(AgentLoopWorker)
+    manager = OneStepOffAgentLoopManager([actor.remote(lambda: Loop(tmp_path)) for _ in range(2)])
+    batch = batch_of([[i] for i in range(4)], sampling_params={"kills_once": ["s3"]})
+
+    async def batches() -> None:
+        await manager.generate_sequences_async(batch)
+        for _ in range(2):
+            rollouts = await manager.generate_sequences_async(batch)
+            groups = await asyncio.gather(*manager.generate_groups([batch[:2], batch[2:]]))
+            assert [*rollouts["place"], *(place for group in groups for place in group["place"])] == [0, 1, 2, 3, 0, 1, 2, 3]
+            if restarts:
+                await until(lambda: not manager._down)
+        fresh(tmp_path)
+        (tmp_path / "killed").touch()
+        await manager.generate_sequences_async(batch)
+
+    asyncio.run(batches())
+    assert len({path.name.split("-")[1] for path in tmp_path.glob("s*-*")}) == 1 + restarts, "how many workers had work"
+    assert manager._down == (set() if restarts else {1})
+
+
 def test_the_death_of_the_only_worker_says_what_was_lost(ray: Any, tmp_path: Path) -> None:
     """With no one left to take over, the error names the worker and its samples."""
     manager = AgentLoopManager(start_workers(ray, tmp_path, 1))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import dataclasses
 import doctest
 import errno
@@ -14,6 +16,7 @@ import json
 import math
 import os
 import random
+import select
 import shlex
 import shutil
 import signal
@@ -341,10 +344,11 @@ def test_a_run_is_resumed_where_it_lies_now(tmp_path: Path, monkeypatch: pytest.
 
 def test_what_would_break_a_promise_of_the_run_is_not_changed_on_the_way(tmp_path: Path) -> None:
     """Groups under way in partial mode were admitted for its bounds: with a lower one some could not be trained in time, and
-    the run would end there; with fewer steps, and then more, some would be trained twice. Elsewhere steps may change."""
+    the run would end there; with fewer steps, and then more, some would be trained twice; with fewer tokens some would be too
+    long already. Elsewhere steps may change."""
     begun(tmp_path / "run", "--mode", "partial", "--max-staleness", "2", "--steps", "9")
     resume = ["--out", str(tmp_path), "--resume", "--name"]
-    for flag, less in (("--max-staleness", "1"), ("--steps", "8")):
+    for flag, less in (("--max-staleness", "1"), ("--steps", "8"), ("--response-length", "319"), ("--prompt-length", "127")):
         with pytest.raises(UsageError, match=rf"{flag} {less}: .* was begun with {int(less) + 1}; give no less, or start anew"):
             parse_config([*resume, "run", flag, less])
     assert parse_config([*resume, "run", "--max-staleness", "3", "--steps", "10"])[0].max_staleness == 3
@@ -415,7 +419,10 @@ def test_a_comparison_goes_on_where_it_stopped(
         assert shlex.split(err.split("go on with ")[1]) == [*where, "--resume"]
     with pytest.raises(UsageError, match="exists already: choose another --name, or go on with it by --resume"):
         go(*where, "--preset", "pocket", "--compare", "2")
-    go(*where, "--resume")
+    for flag, value, was in (("--steps", "9", "20"), ("--learning-rate", "0.5", "0.0003")):  # half of the runs have the old one
+        with pytest.raises(UsageError, match=f"{flag} {value}: .* was begun with {was}; leave {flag} out, or start anew"):
+            go(*where, "--resume", flag, value)
+    go(*where, "--resume", "--timeout-s", "99")
     modes = ("sync", "one-step-off", "partial")
     first = [("sync-0", False), ("one-step-off-0", False), ("one-step-off-0", True), ("partial-0", False)]
     assert launched == [*first, ("sync-1", False), ("sync-1", True), ("one-step-off-1", False), ("partial-1", False)]
@@ -445,6 +452,54 @@ def test_what_an_engine_said_before_it_ended_is_found(tmp_path: Path) -> None:
     )
     run.temporary = ""
     run.close()
+
+
+def test_a_comparison_that_is_killed_takes_its_run_along() -> None:
+    """kill -9 tells no one; the kernel does."""
+    program = """
+import ctypes, functools, run_gsm8k, subprocess, sys
+preexec = functools.partial(run_gsm8k.end_with_parent, ctypes.CDLL(None))
+child = subprocess.Popen(["sleep", "100"], start_new_session=True, preexec_fn=preexec, stdout=subprocess.DEVNULL)
+print(child.pid, flush=True)
+child.wait()
+"""
+    parent = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    child = os.pidfd_open(int(parent.stdout.readline()))
+    try:
+        assert not select.select([child], [], [], 0.2)[0]
+        parent.kill()
+        assert select.select([child], [], [], 30)[0], "it still runs"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(child, signal.SIGKILL)
+        os.close(child)
+        parent.communicate()
+
+
+def test_after_a_loss_that_is_not_finite_the_run_can_be_begun_again_with_its_flags(tmp_path: Path) -> None:
+    """From the newest checkpoint, and with all that was not as in the preset: else it would be another run."""
+    flags = ["--dtype", "bfloat16", "--response-length", "160", "--no-normalize-by-std", "--kl-coef", "0.5"]
+    config, _ = parse_config(["--preset", "pocket", "--out", str(tmp_path), "--name", "run", *flags])
+    run = run_gsm8k.Run(config)
+    shutil.copytree(POCKET, run.checkpoints / "step_000010")
+    line = run_gsm8k.describe_failure(run, FloatingPointError("step 12: the loss of sample a is not finite"))
+    again, _ = parse_config(shlex.split(line.split("start from the newest checkpoint with ")[1]))
+    assert again == dataclasses.replace(config, model=str(run.checkpoints / "step_000010"), out="runs", name="")
+    run.close()
+
+
+def test_a_loss_that_another_process_of_the_trainer_finds_is_called_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resumed from the checkpoint the run would meet it again, so it must not pass for a process that failed."""
+    import ray
+
+    def get(call: Any, timeout: float | None) -> None:
+        raise ray.exceptions.RayTaskError("update", "Traceback ...", call)
+
+    monkeypatch.setattr(ray, "get", get)
+    with pytest.raises(FloatingPointError, match=r"^step 3: not finite$"):
+        run_gsm8k._answer_of(1, FloatingPointError("step 3: not finite"))
+    with pytest.raises(RuntimeError, match=r"^trainer worker 1 failed: no room$"):
+        run_gsm8k._answer_of(1, MemoryError("no room"))
 
 
 def test_nohup_is_heard() -> None:
@@ -480,6 +535,32 @@ def test_a_checkpoint_has_all_that_a_run_needs_to_go_on(tmp_path: Path, monkeypa
         resumed("--steps", "9")
 
 
+def test_a_launch_without_a_step_leaves_the_timeline_and_says_whose_seconds_it_tells(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Killed between its last checkpoint and its end, a run is evaluated when it is resumed; there is nothing to draw then."""
+    run = run_gsm8k.Run(parse_config(["--preset", "pocket", "--out", str(tmp_path), "--steps", "3"])[0])
+    run._make_folder()
+    times = {f"time/{name}_s": 1.0 for name in ("step", "generate", "train", "sync")} | {"time/seconds": 1.0}
+    run.rows = [{"step": step, "reward": 0.5, "response_length/mean": 9, **times} for step in range(3)]
+    run.timeline, run.first_step = trainer.Timeline(), 3
+    (run.folder / "timeline.json").write_text("of the launch before")
+    run.save_timeline()
+    run_gsm8k.summarize(run, {"before": None, "after": None, "fit_s": 0.0, "first_step_s": 1.0})
+    assert (run.folder / "timeline.json").read_text() == "of the launch before"
+    assert " since it was resumed, of which 1 before the first step and 0 for 0 steps" in capsys.readouterr().out
+    run.close()
+
+
+def test_the_prompt_length_that_is_asked_for_is_enough() -> None:
+    """That of the longest prompt, and not of the first that is too long."""
+    tokenizer, _ = run_gsm8k.load_tokenizer(str(POCKET))
+    with pytest.raises(UsageError, match=r"a prompt has [0-9]+ tokens; give at least that") as refused:
+        run_gsm8k.check_prompts(PocketProblems(), tokenizer, parse_config(["--preset", "pocket", "--prompt-length", "5"])[0])
+    enough = str(refused.value).split("a prompt has ")[1].split()[0]
+    run_gsm8k.check_prompts(PocketProblems(), tokenizer, parse_config(["--preset", "pocket", "--prompt-length", enough])[0])
+
+
 def test_the_knobs_of_training_reach_the_trainer_and_its_models() -> None:
     """One that is parsed, saved and forgotten would look like a choice, and be none."""
     flags = """--learning-rate 0.5 --clip-low 0.3 --clip-high 0.4 --importance decoupled --loss-aggregation dr-grpo
@@ -512,6 +593,7 @@ def test_what_was_not_measured_is_not_in_the_summary(tmp_path: Path, capsys: pyt
     run_gsm8k.summarize(run, {"before": None, "after": after, "fit_s": 1.0, "first_step_s": 1.0})
     out = capsys.readouterr().out
     assert "held-out accuracy  0.750 after (1 problems, greedy)\nwith a #### number 0.500 after\n" in out
+    assert " in all, of which 1 before" in out
     assert json.loads((run.folder / "summary.json").read_text())["before"] is None and not (run.folder / "error.txt").exists()
     run.close()
 
@@ -575,7 +657,7 @@ def test_a_temporary_folder_with_a_long_name_is_refused(monkeypatch: pytest.Monk
 
 
 def test_a_failure_says_how_to_go_on(tmp_path: Path) -> None:
-    """With flags that find the run, whatever its name; what would only happen again is started anew, on the same problems."""
+    """With flags that find the run, whatever its name."""
     run = run_gsm8k.Run(parse_config(["--preset", "pocket", "--out", str(tmp_path / "my runs"), "--name", "exp/a"])[0])
     assert run_gsm8k.describe_failure(run, OSError("x")) == "error: x; --verbose shows its traceback"
     assert not run.folder.exists()
@@ -585,9 +667,6 @@ def test_a_failure_says_how_to_go_on(tmp_path: Path) -> None:
     line = run_gsm8k.describe_failure(run, OSError("x"))
     flags = shlex.split(line.split("checkpoint with ")[1])
     assert (run.folder / "error.txt").exists() and parse_config(flags)[0].name == "exp/a"
-    line = run_gsm8k.describe_failure(run, FloatingPointError("x"))
-    config, _ = parse_config(shlex.split(line.split("checkpoint with ")[1]))
-    assert (config.preset, config.model, config.data) == ("pocket", str(step), "pocket")
     run.close()
 
 
@@ -657,6 +736,55 @@ def test_a_server_that_cannot_be_brought_back_is_killed(
     assert f"vLLM server 0 cannot be brought back ({why}); it is killed and started again" in capsys.readouterr().out
 
 
+class Method:
+    """A method of an actor: what it answers, call by call, and with which options it was called."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers, self.asked = list(answers), []
+
+    def options(self, **options: Any) -> Method:
+        self.asked.append(options)
+        return self
+
+    def remote(self, *_: Any) -> Any:
+        future: concurrent.futures.Future = concurrent.futures.Future()
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            future.set_exception(answer)
+        elif answer is not None:
+            future.set_result(answer)
+
+        class Ref:
+            def future(self) -> concurrent.futures.Future:
+                return future
+
+            def __await__(self) -> Any:
+                return asyncio.wrap_future(future).__await__()
+
+        return Ref()
+
+
+def test_a_server_that_died_and_is_up_again_unseen_gets_its_weights(tmp_path: Path) -> None:
+    """A call that should fail when it dies is kept by Ray while it is being started, and then waits on the new one for ever.
+    But that one says, when asked, that it waits for weights."""
+    run = run_gsm8k.Run(parse_config(["--preset", "pocket", "--out", str(tmp_path)])[0])
+    run.servers = [SimpleNamespace(sleep_for_ever=Method(None), ping=Method(False, False, True))]
+    asyncio.run(asyncio.wait_for(run._until_it_dies(0, period_s=0.01), 60))
+    assert run.servers[0].ping.answers == []
+
+
+def test_weights_for_a_server_that_dies_again_are_not_sent_twice(tmp_path: Path) -> None:
+    """Ray would send them to the next one, at any time, after newer ones too. It is brought back anew, and not killed."""
+    import ray
+
+    run = run_gsm8k.Run(parse_config(["--preset", "pocket", "--out", str(tmp_path)])[0])
+    again = ray.exceptions.ActorUnavailableError("it is being started", None)
+    run.weights, run.weights_version = b"", 3
+    run.servers = [SimpleNamespace(ready=Method({}, {}), ping=Method(True, True), update_weights=Method(again, 0))]
+    assert asyncio.run(run._bring_back(0)) is False and asyncio.run(run._bring_back(0)) is True
+    assert run.servers[0].update_weights.asked == [{"max_task_retries": 0}] * 2
+
+
 # ---- GPUs, up to the call --------------------------------------------------------------------------------------------
 
 
@@ -683,6 +811,8 @@ def test_every_part_gets_a_device() -> None:
     assert not alone.shared and not alone.engine_args["enable_sleep_mode"]
     with pytest.raises(UsageError, match="take 8 GPUs, and 7 are here: lower one of them"):
         plan(7, "--rollout-servers", "3", "--tensor-parallel-size", "2", "--trainer-workers", "2")
+    with pytest.raises(UsageError, match=r"^--rollout-servers 1 with --tensor-parallel-size 2 take 2 GPUs, and 1 are here"):
+        plan(1, "--eval-only", "--tensor-parallel-size", "2")
     only = plan(2, "--eval-only", "--tensor-parallel-size", "2")  # no trainer takes one
     assert not only.shared and only.server == {"CPU": 1, "GPU": 2} and only.engine_args["gpu_memory_utilization"] == 0.9
     assert plan(2, "--gpu-memory-utilization", "0.7").engine_args["gpu_memory_utilization"] == 0.7

@@ -1008,6 +1008,19 @@ def test_dropout_is_off_and_where_it_cannot_be_the_model_is_refused(tmp_path: Pa
         load_policy(str(tmp_path), gradient_checkpointing=True)
 
 
+def test_a_model_that_could_not_be_saved_again_is_found_when_it_is_loaded(tmp_path: Path) -> None:
+    """transformers loads such a generation config and refuses to save it: at the first checkpoint, or after the last step."""
+    tiny_llama().save_pretrained(tmp_path)
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps({"temperature": 0.9, "top_p": 0.6}))  # does not say that it samples
+    trainer = GRPOTrainer(load_policy(str(tmp_path)))
+    saved = json.loads((save_checkpoint(tmp_path / "out", 1, trainer, None) / file.name).read_text())
+    assert saved["do_sample"] and saved["temperature"] == 0.9
+    file.write_text(json.dumps({"pad_token_id": -1}))
+    with pytest.raises(ValueError, match=r"its generation_config.json could not be saved again: mend it \(.*pad_token_id"):
+        load_policy(str(tmp_path))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_weights_that_go_out_are_the_weights(tied: bool, dtype: torch.dtype) -> None:
@@ -1488,6 +1501,15 @@ def test_the_newest_checkpoints_are_kept_and_no_more(tmp_path: Path, keep: int) 
     for step in range(1, 5):
         save_checkpoint(tmp_path, step, trainer, random_batch(0), keep=keep)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_{step:06d}" for step in range(5 - keep, 5)]
+
+
+def test_the_checkpoint_that_a_launch_began_with_stays(tmp_path: Path) -> None:
+    """A server that dies and is started again loads its model from there, however many have been written since."""
+    trainer = new_trainer()
+    first = save_checkpoint(tmp_path, 1, trainer, random_batch(0))
+    for step in range(2, 6):
+        save_checkpoint(tmp_path, step, trainer, random_batch(0), keep=2, spare=first.resolve())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001", "step_000004", "step_000005"]
 
 
 def test_a_harmed_checkpoint_does_not_push_out_the_one_just_written(tmp_path: Path) -> None:
