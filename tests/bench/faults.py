@@ -140,6 +140,7 @@ def killer(title: str, number: int = signal.SIGKILL) -> Callable[[Run], None]:
 # name: (mode, what happens, a part of what the run must say of it, the status that it must end with)
 FAULTS: dict[str, tuple[str, Callable[[Run], None], str, int]] = {
     "worker killed": ("one-step-off", killer("ray::AgentLoopWorker"), "", 0),
+    "one of two workers killed": ("one-step-off", killer("ray::AgentLoopWorker"), "", 0),
     "server killed": ("one-step-off", killer("ray::VLLMServer"), "was started again", 0),
     "server killed, partial": ("partial", killer("ray::VLLMServer"), "was started again", 0),
     "server killed while paused, partial": ("partial", lambda run: None, "was started again", 0),
@@ -153,14 +154,17 @@ FAULTS: dict[str, tuple[str, Callable[[Run], None], str, int]] = {
 }
 
 
+FLAGS = {"one of two workers killed": ["--workers", "2"]}
+
+
 def inject(name: str, folder: Path, rng: random.Random) -> tuple[Run, int, str, float]:
     """One run with one fault after its second step: (run, status, output, seconds from the fault to the end)."""
     mode, fault, _, _ = FAULTS[name]
     program = {"program": ("-c", HEAD + PROGRAMS[name] + TAIL)} if name in PROGRAMS else {}
-    run = Run(folder, name.replace(" ", "-").replace(",", ""), "--mode", mode, **program)
+    run = Run(folder, name.replace(" ", "-").replace(",", ""), "--mode", mode, *FLAGS.get(name, []), **program)
     run.wait_for_step(2)
     if not program:
-        time.sleep(rng.uniform(0, 1))
+        time.sleep(rng.uniform(0, 0.5))  # of the second or so that the other steps take
     start = time.monotonic()
     fault(run)
     status, out = run.finish()
