@@ -1049,10 +1049,9 @@ def make_trainer(config: Config, source: str, resume_from: Path | None, device: 
     from trainer import GRPOTrainer, load_checkpoint, load_policy, shard
 
     dtype = getattr(torch, config.dtype)
+    attention = None if config.attn_implementation == "auto" else config.attn_implementation
     torch.manual_seed(config.seed)
     knobs = {f.name for f in dataclasses.fields(GRPOTrainer) if f.init} - {"model", "reference"}
-
-    attention = None if config.attn_implementation == "auto" else config.attn_implementation
 
     def load(path: str, gradient_checkpointing: bool = False) -> Any:
         model = load_policy(path, dtype, gradient_checkpointing, attention).to(device)

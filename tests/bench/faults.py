@@ -158,13 +158,14 @@ FLAGS = {"one of two workers killed": ["--workers", "2"]}
 
 
 def inject(name: str, folder: Path, rng: random.Random) -> tuple[Run, int, str, float]:
-    """One run with one fault after its second step: (run, status, output, seconds from the fault to the end)."""
+    """One run with one fault after its second step, at any moment until its fifth. Returns (run, status, output, seconds from
+    the fault to the end)."""
     mode, fault, _, _ = FAULTS[name]
     program = {"program": ("-c", HEAD + PROGRAMS[name] + TAIL)} if name in PROGRAMS else {}
     run = Run(folder, name.replace(" ", "-").replace(",", ""), "--mode", mode, *FLAGS.get(name, []), **program)
-    run.wait_for_step(2)
+    run.wait_for_step(2 if program else rng.randint(2, 4))  # by steps, since by a clock the run might be over
     if not program:
-        time.sleep(rng.uniform(0, 0.5))  # of the second or so that the other steps take
+        time.sleep(rng.uniform(0, 0.3))
     start = time.monotonic()
     fault(run)
     status, out = run.finish()
