@@ -436,8 +436,6 @@ class AgentLoopManager:
                 alive = [i for i in self._workers_that_are_up() if i not in dead]
                 if alive:
                     heir = alive[call.worker % len(alive)]
-                    # Without numbers: a part of the batch is answered already, and a server would wait for it again.
-                    call.chunk = call.chunk.with_columns(index=np.full(len(call.chunk), -1))
                     ref = self._submit(heir, call.chunk)
                 elif isinstance(error, ActorUnavailableError):  # Ray starts it again, and keeps the call until it is there
                     heir = call.worker

@@ -41,6 +41,7 @@ import os
 import random
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -534,7 +535,8 @@ class VLLMServer:
         self._closed_by: set[str] = set()
         self._door = asyncio.Lock()  # held while a request goes in, and while the door moves: none is ever half-way
         self._paused = False  # from a sync until the next request is in
-        self._batches: dict[Any, list[tuple[int, Callable, asyncio.Future]]] = {}  # tickets that wait
+        self._batches: dict[Any, dict[int, tuple[Callable, asyncio.Future]]] = {}  # requests that wait for the rest, by index
+        self._begun: deque[Any] = deque(maxlen=100)  # batches that wait no more: whoever is late goes in alone
         self.exit_when_dead = exit_when_dead
         self._watching: asyncio.Future | None = None
         self._has_weights = asyncio.Event()  # not set after a restart: requests then wait, in place of being sent back
@@ -663,12 +665,7 @@ class VLLMServer:
         await self._install_sampler()
         outputs = None
         try:
-            if ticket is None:
-                async with self._door:
-                    outputs = await put_in()
-                    await self._go_on()
-            else:
-                outputs = await self._take_batch(ticket, put_in)
+            outputs = await (self._take_one(put_in) if ticket is None else self._take_batch(ticket, put_in))
             if outputs is None:
                 return None
             self._begin()
@@ -696,27 +693,40 @@ class VLLMServer:
         """(start, end, param_version) of each period with requests in flight, in seconds of time.time()."""
         return list(self._busy)
 
+    async def _take_one(self, put_in: Callable[[], Any]) -> Any:
+        async with self._door:
+            outputs = await put_in()
+            await self._go_on()
+        return outputs
+
     async def _take_batch(self, ticket: tuple[Any, int, int], put_in: Callable[[], Any], patience_s: float = 20) -> Any:
         """Waits until all of the batch is here, then puts it in, by index, before the engine takes a step.
 
         Sampled tokens do not depend on the company they are decoded in, but log-probabilities do, in their last bits. This
         makes the engine's batches a function of the data alone, and a run repeatable to the bit.
+        Where a worker died, another sends its requests again: they take the places of those that wait, or follow a batch that
+        is in.
         """
         batch, index, size = ticket
         entered: asyncio.Future = asyncio.get_running_loop().create_future()
         async with self._door:
             if self._closed_by:
+                self._begin_batch(batch)
                 return None
-            waiting = self._batches.setdefault(batch, [])
-            waiting.append((index, put_in, entered))
+            if waits := batch not in self._begun:
+                waiting = self._batches.setdefault(batch, {})
+                self._send_back(waiting.pop(index, None))
+                waiting[index] = put_in, entered
+        if not waits:
+            return await self._take_one(put_in)
         try:
             if len(waiting) == size:
                 # The others count on it, whatever becomes of our caller.
-                await asyncio.shield(self._enter_together(self._batches.pop(batch)))
+                await asyncio.shield(self._enter_together(self._begin_batch(batch)))
             elif not (await asyncio.wait([entered], timeout=patience_s))[0] and self._batches.get(batch) is waiting:
                 # The first whose patience ends takes all of them in; to the others, whose patience ends too, they are gone.
                 logger.warning("%d of %d requests of a batch arrived within %g s; they start", len(waiting), size, patience_s)
-                await asyncio.shield(self._enter_together(self._batches.pop(batch)))
+                await asyncio.shield(self._enter_together(self._begin_batch(batch)))
             return await entered
         except asyncio.CancelledError:
             if entered.done() and not entered.cancelled() and not entered.exception() and entered.result() is not None:
@@ -725,12 +735,23 @@ class VLLMServer:
         finally:
             entered.cancel()  # a caller that gave up meanwhile is not put in; else a no-op
 
-    async def _enter_together(self, waiting: list[tuple[int, Callable, asyncio.Future]]) -> None:
+    def _begin_batch(self, batch: Any) -> dict[int, tuple[Callable, asyncio.Future]]:
+        """Those that wait; no one waits for `batch` from now on."""
+        if batch not in self._begun:
+            self._begun.append(batch)
+        return self._batches.pop(batch, {})
+
+    @staticmethod
+    def _send_back(request: tuple[Callable, asyncio.Future] | None) -> None:
+        if request is not None and not request[1].done():
+            request[1].set_result(None)
+
+    async def _enter_together(self, waiting: dict[int, tuple[Callable, asyncio.Future]]) -> None:
         async with self._door:
             try:
                 if not self._closed_by and not self._paused:
                     await self._pause("keep")
-                for _, put_in, entered in sorted(waiting, key=lambda entry: entry[0]):
+                for _, (put_in, entered) in sorted(waiting.items()):
                     if not entered.done():
                         outputs = await put_in()
                         if not entered.cancelled():
@@ -738,7 +759,7 @@ class VLLMServer:
                         elif outputs is not None:  # its caller gave up on the way in
                             await self.engine.abort(outputs.request_id, internal=True)
             except Exception as error:  # whoever waits must hear of it, not only the caller that came last
-                for _, _, entered in waiting:
+                for _, entered in waiting.values():
                     if not entered.done():
                         entered.set_exception(error)
             finally:
@@ -828,11 +849,9 @@ class VLLMServer:
 
     async def _close(self, reason: str) -> None:
         self._closed_by.add(reason)
-        for waiting in self._batches.values():
-            for _, _, entered in waiting:
-                if not entered.done():
-                    entered.set_result(None)
-        self._batches.clear()
+        for batch in list(self._batches):
+            for request in self._begin_batch(batch).values():
+                self._send_back(request)
         if self._in_flight or not self._paused:
             await self._pause("abort")
 

@@ -359,6 +359,7 @@ def test_the_chunk_of_a_worker_that_dies_is_generated_by_another(
     rows = [[i] for i in range(5)]
     rollouts = manager.generate_sequences(batch_of(rows, sampling_params={"kills_once": ["s4"]}))
     assert rows_of(rollouts) == rows_of(batch_of(rows))
+    assert rollouts["place"].tolist() == [0, 1, 2, 3, 4], "a server that waits for the batch would not know them"
     assert "worker 1 with 2 samples (s3, s4) died; worker 0 generates them again" in caplog.text
 
 

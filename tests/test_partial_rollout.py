@@ -955,6 +955,62 @@ def test_whoever_gives_up_leaves_nothing_in_the_engine(n: int, turns: int, data:
         asyncio.run(check())
 
 
+@given(st.integers(1, 5), st.lists(st.integers(0, 4), max_size=12))
+@example(3, [0, 1, 0, 2, 1])  # 0 was asked again before the batch was whole, 1 when it was in: they waited 20 s for others
+def test_a_request_that_is_asked_again_takes_the_place_of_the_first(n: int, asked: list[int]) -> None:
+    """A worker died, and another asks again. The batch begins as soon as each of its requests is there, by index, each once and
+    the newest; whoever was replaced is sent back; whoever comes when it has begun goes in at once."""
+    order = [i % n for i in asked] + list(range(n))
+    begins = next(k for k in range(len(order)) if set(order[: k + 1]) == set(range(n)))
+    newest = {i: k for k, i in enumerate(order[: begins + 1])}
+    late = range(begins + 1, len(order))
+    with no_engine():
+        server = VLLMServer("model")
+    went_in, add = [], server.engine.add_request
+    server.engine.add_request = lambda name, *more: went_in.append(int(name)) or add(name, *more)
+
+    async def check() -> list[Any]:
+        tasks = []
+        for k, i in enumerate(order):
+            request = {"prompt_ids": [1], "sampling_params": {"max_tokens": 9}, "ticket": ("batch", i, n)}
+            tasks.append(asyncio.ensure_future(server.generate_for_partial(str(k), **request)))
+            for _ in range(5):
+                await asyncio.sleep(0)
+        return await asyncio.wait_for(asyncio.gather(*tasks), 10)
+
+    with no_engine():
+        answers = asyncio.run(check())
+    assert went_in == [newest[i] for i in range(n)] + list(late)
+    assert answers == [([1], [-1.0], False) if k in went_in else ([], [], True) for k in range(len(order))]
+    assert not server._batches
+
+
+@pytest.mark.parametrize("why", ["cancel", "patience"])
+def test_no_one_waits_for_a_batch_of_which_a_part_has_gone(why: str) -> None:
+    """Two of three were sent back, or began when their patience ended: the third, which comes later, goes in at once."""
+    with no_engine():
+        server = VLLMServer("model")
+    take = server._take_batch
+
+    async def check() -> None:
+        if why == "patience":
+            server._take_batch = lambda ticket, put_in: take(ticket, put_in, patience_s=0.02)
+        first = asyncio.ensure_future(ask_server(server, ("batch", 0, 3)))
+        await asyncio.sleep(0.01)
+        if why == "cancel":
+            await server.cancel()
+        second = asyncio.ensure_future(ask_server(server, ("batch", 1, 3)))
+        answer = ([], [], True) if why == "cancel" else ([1], [-1.0], False)
+        assert await asyncio.wait_for(asyncio.gather(first, second), 10) == [answer] * 2
+        await server.resume()
+        server._take_batch = take
+        assert await asyncio.wait_for(ask_server(server, ("batch", 2, 3)), 10) == ([1], [-1.0], False)
+        assert await asyncio.wait_for(ask_server(server, None), 10) == ([1], [-1.0], False)
+
+    with no_engine():
+        asyncio.run(check())
+
+
 def test_a_server_that_was_started_again_does_not_wait_for_the_finished_ones_of_a_batch() -> None:
     """Two of a batch of three come again, the third was through: they go in when the weights are there."""
     with no_engine():

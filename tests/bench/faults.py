@@ -31,14 +31,13 @@ SMALL = ["--preset", "pocket", "--steps", "6", "--batch-size", "4", "--group-siz
 SMALL += ["--response-length", "128", "--save-every", "1", "--server-timeout-s", "15"]
 
 
-# Moments that cannot be met from outside are met by the program itself, which then does to the server what others do.
+# Moments that cannot be met from outside are met by the program itself, which then does to its own actors what others do.
 HEAD = """
 import asyncio, os, signal, sys, one_step_off, psutil, run_gsm8k, trainer
 
-def kill_server():
+def find(name):
     living = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
-    (server,) = [p for p in living if "ray::" in "".join(p.cmdline()) and "VLLMServer" in "".join(p.cmdline())]
-    os.kill(server.pid, signal.SIGKILL)
+    return [p.pid for p in living if "ray::" in "".join(p.cmdline()) and name in "".join(p.cmdline())][-1]
 """
 TAIL = """
 sys.exit(run_gsm8k.main())
@@ -58,8 +57,18 @@ async def cancel_and_kill(self):
     await cancel(self)
     calls.append(1)
     if len(calls) == 2:
-        kill_server()
+        os.kill(find("VLLMServer"), signal.SIGKILL)
 one_step_off.OneStepOffAgentLoopManager.cancel = cancel_and_kill
+""",
+    "one of two workers killed at the start of a batch": """
+dispatch, calls = one_step_off.OneStepOffAgentLoopManager._dispatch, []
+def dispatch_and_kill(self, prompts):
+    calls.append(find("AgentLoopWorker"))  # before the batch is out, since it takes a while
+    result = dispatch(self, prompts)
+    if len(calls) == 4:  # the first is the evaluation
+        os.kill(calls[-1], signal.SIGKILL)
+    return result
+one_step_off.OneStepOffAgentLoopManager._dispatch = dispatch_and_kill
 """,
     "server killed in a sync": """
 sync = run_gsm8k.Run.sync
@@ -68,7 +77,7 @@ async def sync_and_kill(self):
     if self.trainer.param_version == 2:
         await asyncio.sleep(0.015)  # a sync takes 80 ms
         assert not syncing.done()
-        kill_server()
+        os.kill(find("VLLMServer"), signal.SIGKILL)
     await syncing
 run_gsm8k.Run.sync = sync_and_kill
 """,
@@ -141,6 +150,7 @@ def killer(title: str, number: int = signal.SIGKILL) -> Callable[[Run], None]:
 FAULTS: dict[str, tuple[str, Callable[[Run], None], str, int]] = {
     "worker killed": ("one-step-off", killer("ray::AgentLoopWorker"), "", 0),
     "one of two workers killed": ("one-step-off", killer("ray::AgentLoopWorker"), "", 0),
+    "one of two workers killed at the start of a batch": ("one-step-off", lambda run: None, "", 0),
     "server killed": ("one-step-off", killer("ray::VLLMServer"), "was started again", 0),
     "server killed, partial": ("partial", killer("ray::VLLMServer"), "was started again", 0),
     "server killed while paused, partial": ("partial", lambda run: None, "was started again", 0),
@@ -154,7 +164,7 @@ FAULTS: dict[str, tuple[str, Callable[[Run], None], str, int]] = {
 }
 
 
-FLAGS = {"one of two workers killed": ["--workers", "2"]}
+FLAGS = {name: ["--workers", "2"] for name in FAULTS if name.startswith("one of two")}
 
 
 def inject(name: str, folder: Path, rng: random.Random) -> tuple[Run, int, str, float]:
