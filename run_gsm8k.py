@@ -1741,7 +1741,7 @@ class Run:
         for name in ("metrics.jsonl", "samples.jsonl"):
             path = self.folder / name
             if path.exists():
-                whole = [line for line in path.read_text().splitlines() if line.endswith("}")]  # a kill may cut the last
+                whole = path.read_text().split("\n")[:-1]  # a kill may have cut the last one, which then has no end
                 lines = [line for line in whole if json.loads(line)["step"] < step]
                 write_whole(path, "".join(line + "\n" for line in lines))
                 if name == "metrics.jsonl":

@@ -139,7 +139,8 @@ class Loop:
         ids = prompt_ids.tolist()
         tokens = dict.fromkeys(TOKEN_COLUMNS, ids) | {"span_versions": [0], "span_lengths": [len(ids)]}
         _, place, size = ticket or ("", -1, 0)
-        return SimpleNamespace(**tokens, extra_fields={"stop_reason": "stop", "place": place, "size": size}, metrics={})
+        more = {"stop_reason": "stop", "place": place, "size": size, "drawn_with": sampling_params.get("seed", -1)}
+        return SimpleNamespace(**tokens, extra_fields=more, metrics={})
 
 
 @pytest.fixture(scope="module")
@@ -256,13 +257,55 @@ def test_a_sample_that_raises_is_named_with_its_worker(idle: Any) -> None:
         AgentLoopManager(workers).generate_sequences(prompts)
 
 
+def test_the_siblings_of_a_sample_that_raises_end_with_it(idle: Any) -> None:
+    """No one waits for them any more."""
+    workers, notes = idle
+    fresh(notes)
+    prompts = batch_of([[1]] * 3, sampling_params={"raises": ["s0"], "waits": True})
+    with pytest.raises(RuntimeError, match="sample s0"):
+        AgentLoopManager(workers[:1]).generate_sequences(prompts)
+    asyncio.run(until(lambda: {path.name for path in notes.glob("cancelled *")} == {"cancelled s1", "cancelled s2"}))
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_sample_brings_its_own_seed(idle: Any, n: int) -> None:
+    """Over however many workers: one made of its place would be another there, and the same in each batch."""
+    workers, _ = idle
+    batch = batch_of([[i] for i in range(4)], sampling_params={"temperature": 1.0}).with_columns(seed=[7, 9, 8, 10])
+    rollouts = AgentLoopManager(workers[:n]).generate_sequences(batch)
+    assert rollouts["drawn_with"].tolist() == rollouts["seed"].tolist() == [7, 9, 8, 10]
+
+
+def test_what_was_generated_replaces_what_was_handed_in(idle: Any) -> None:
+    """A response that was cut comes back with more tokens and another end; the rest of its sample stays."""
+    workers, _ = idle
+    manager = OneStepOffAgentLoopManager(workers)
+    old = {"response_ids": Ragged.pack([[9], [9]], np.int32), "stop_reason": ["abort"] * 2, "place": [-7] * 2}
+    cut = batch_of([[1, 2], [3]]).with_columns(**old, ground_truth=["a", "b"])
+
+    async def scenario() -> list[RolloutBatch]:
+        return [await manager.generate_groups([cut])[0], await manager.generate_sequences_async(cut)]
+
+    for again in asyncio.run(scenario()):
+        assert [row.tolist() for row in again["response_ids"].rows()] == [[1, 2], [3]]
+        assert again["stop_reason"].tolist() == ["stop"] * 2 and again["place"].tolist() == [0, 1]
+        assert again["ground_truth"].tolist() == ["a", "b"]
+
+
+def test_ray_maps_a_batch_without_copying_it(ray: Any) -> None:
+    """The arrays that come out of the object store are views of it, which no one may write to."""
+    batch = ray.get(ray.put(batch_of([[i] * 1000 for i in range(9)])))
+    values = batch["prompt_ids"].values
+    assert not values.flags.owndata and not values.flags.writeable and values.base is not None
+
+
 def test_what_a_worker_need_not_send_back_stays_with_the_manager(ray: Any, idle: Any) -> None:
     """Chats are dear to move: they go there, and only what is new comes back, with the names of its samples. A worker that
     answers for others is an error, and no batch of strangers."""
     workers, _ = idle
     batch = batch_of([[1], [2, 2]]).with_columns(raw_prompt=[[{"role": "user", "content": "x"}]] * 2)
     new = ray.get(workers[0].generate_sequences.remote(batch, new_columns_only=True))
-    assert new.columns.keys() == {"uid", *TOKEN_COLUMNS, "stop_reason", "place", "size"}
+    assert new.columns.keys() == {"uid", *TOKEN_COLUMNS, "stop_reason", "place", "size", "drawn_with"}
     whole = ray.get(workers[0].generate_sequences.remote(batch))
     assert whole.columns.keys() == new.columns.keys() | {"raw_prompt"}
     rollouts = AgentLoopManager(workers[:1]).generate_sequences(batch)
@@ -310,17 +353,17 @@ def test_who_cancels_at_once_cancels_the_work_too(idle: Any) -> None:
         batch = batch_of([[1]] * 3, sampling_params={"waits": True})
         pending = [
             manager.generate_sequences_async(batch),
-            *manager.generate_groups([batch_of([[1]], sampling_params={"waits": True})]),
+            *manager.generate_groups([batch_of([[1]], sampling_params={"waits": True}).with_columns(uid=["g0"])]),
         ]
         end = time.monotonic() + 60
-        while len(list(notes.glob("s*"))) < 3:
+        while len(list(notes.glob("[sg]?-*"))) < 4:
             assert time.monotonic() < end, "nothing was dispatched"
             time.sleep(0.01)
         for task in pending:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
         assert all(task.cancelled() for task in pending)
-        await until(lambda: len(list(notes.glob("cancelled *"))) == 3)
+        await until(lambda: len(list(notes.glob("cancelled *"))) == 4)
 
     asyncio.run(scenario())
 
@@ -449,10 +492,14 @@ def test_integers_that_no_column_can_hold_are_refused() -> None:
 
 def test_preemptions_that_a_loop_does_not_count_are_unknown_and_not_none() -> None:
     """-1, as in verl, for samples of a loop that does not say; the others' figures stand."""
-    figures = {name: np.array([1.0, 3.0]) for name in ("generate_sequences", "prompt_length", "response_length")}
+    figures = {"generate_sequences": [1.0, 3.0], "prompt_length": [5.0, 4.0], "response_length": [8.0, 9.0]}
+    figures = {name: np.array(values) for name, values in figures.items()}
     timing = one_step_off._timing([figures | {"num_preempted": np.array([np.nan, 4.0])}, {}, figures])
-    shown = [timing[f"agent_loop/num_preempted/{name}"] for name in ("min", "max", "mean")]
-    assert shown == [-1, 4, 0.25] and timing["agent_loop/slowest/response_length"] == 3
+    assert {name.removeprefix("agent_loop/"): value for name, value in timing.items()} == {
+        "generate_sequences/min": 1, "generate_sequences/max": 3, "generate_sequences/mean": 2,
+        "slowest/generate_sequences": 3, "slowest/prompt_length": 4, "slowest/response_length": 9,
+        "num_preempted/min": -1, "num_preempted/max": 4, "num_preempted/mean": 0.25,
+    }  # fmt: skip
     assert one_step_off._timing([{}]) == {}
 
 

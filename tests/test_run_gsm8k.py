@@ -41,7 +41,7 @@ from hypothesis import strategies as st
 
 import run_gsm8k
 import trainer
-from one_step_off import RolloutBatch
+from one_step_off import Ragged, RolloutBatch
 from run_gsm8k import (
     POCKET,
     PocketProblems,
@@ -71,6 +71,13 @@ WRONG = ["#### ", "####", "1234", "#### 12 34", "#### 1234 or 1235", "#### -1234
 def test_an_answer_is_read_as_a_person_would(response: str, tail: str) -> None:
     """Commas, a dollar sign, bold marks, a full stop, .00 and a unit do not make a right answer wrong."""
     assert compute_reward("48/2 = 24 clips.\n" + response + tail, "1234") == 1.0
+
+
+def test_the_last_mark_counts() -> None:
+    """Of a response that corrects itself, and of one that says no more."""
+    corrected = "#### 3\nNo, that is wrong:\n#### 5"
+    assert compute_reward(corrected, "5") == 1.0 and compute_reward(corrected, "3") == 0.0
+    assert read_answer("#### 5 ####") is None and read_answer("#### 5\n####\n") is None
 
 
 @pytest.mark.parametrize("response", WRONG)
@@ -155,6 +162,29 @@ def test_gsm8k_files_are_read_whole_or_refused_with_their_line(tmp_path: Path) -
         load_gsm8k(path)
     with pytest.raises(UsageError, match="cannot read"):
         load_gsm8k(tmp_path / "test.jsonl")
+
+
+@given(st.integers(1, 9), st.integers(0, 3), st.integers(0, 30), st.integers(0, 12))
+@example(9, 0, 5, 9)  # over the end of an epoch
+def test_each_epoch_has_each_problem_once_in_an_order_of_its_own(n: int, seed: int, start: int, count: int) -> None:
+    """The stream is a function of the seed; another epoch, and another seed, has another order."""
+    with tempfile.TemporaryDirectory() as folder:
+        for split in ("train", "test"):
+            lines = [json.dumps({"question": "?" * (i + 1), "answer": f"#### {i}"}) for i in range(n)]
+            (Path(folder) / f"{split}.jsonl").write_text("\n".join(lines))
+        problems = run_gsm8k.GSM8K(folder)
+
+    def numbers(seed: int, start: int, count: int) -> list[int]:
+        return [int(problem.answer) for problem in problems.train(seed, start, count)]
+
+    stream = numbers(seed, 0, 6 * n)
+    epochs = [stream[i : i + n] for i in range(0, 6 * n, n)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(n))] * 6
+    assert numbers(seed, start, count) == numbers(seed, 0, start + count)[start:]
+    if n == 9:
+        assert len({tuple(epoch) for epoch in epochs}) == 6 and numbers(seed + 1, 0, n) != epochs[0]
+    assert [problem.answer for problem in problems.longest(3)] == [str(i) for i in range(n)][::-1][:3]
+    assert [problem.answer for problem in problems.test(3)] == [str(i) for i in range(n)][:3]
 
 
 @pytest.fixture
@@ -309,6 +339,113 @@ def test_an_output_folder_that_cannot_be_written_is_named(tmp_path: Path, capsys
     (tmp_path / "runs").write_text("")
     assert run_gsm8k.main(["--preset", "pocket", "--out", str(tmp_path / "runs")]) == 2
     assert "cannot write to" in capsys.readouterr().err
+
+
+def make_run(folder: Path, *argv: str) -> run_gsm8k.Run:
+    return run_gsm8k.Run(parse_config(["--preset", "pocket", "--out", str(folder), "--name", "run", *argv])[0])
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+def test_a_batch_and_its_groups_are_those_of_the_run(seed: int, tmp_path: Path) -> None:
+    """What partial mode asks for group by group is what the other loops ask for at once: problems, seeds and temperature of the
+    run, each response once."""
+    run = make_run(tmp_path, "--seed", str(seed), "--temperature", "0.7", "--batch-size", "3", "--group-size", "2")
+    sent: list[RolloutBatch] = []
+    run.trainer, run.timeline = SimpleNamespace(param_version=3), trainer.Timeline()
+
+    async def generate() -> None:
+        def generate_sequences_async(prompts: RolloutBatch) -> asyncio.Future:
+            sent.append(prompts)
+            return asyncio.get_running_loop().create_future()
+
+        run.manager = SimpleNamespace(generate_sequences_async=generate_sequences_async, close=lambda: None)
+        for t in range(3):
+            run.generate(t)
+
+    asyncio.run(generate())
+    problems = PocketProblems().train(seed, 0, 9)
+    for t, batch in enumerate(sent):
+        together = run.concat([run.group(number) for number in range(3 * t, 3 * t + 3)])
+        assert {name: list(together[name]) for name in together.columns} == {n: list(batch[n]) for n in batch.columns}
+        assert batch.meta_info == {"sampling_params": {"temperature": 0.7}, "param_version": 3}
+        assert batch["seed"].tolist() == [sample_seed(seed, str(uid)) for uid in batch["uid"]]
+        asked = [(chat[0]["content"], gold) for chat, gold in zip(batch["raw_prompt"], batch["ground_truth"], strict=True)]
+        assert asked == [(p.question, p.answer) for p in problems[3 * t : 3 * t + 3] for _ in range(2)]
+    assert len({uid for batch in sent for uid in batch["uid"]}) == 18
+
+
+def test_a_server_by_turns_sleeps_without_its_weights_after_each_batch(tmp_path: Path) -> None:
+    """Also after one that a checkpoint brought. The next sync wakes it up and brings newer ones."""
+    run, calls = make_run(tmp_path, "--mode", "sync", "--colocate"), []
+    run.trainer, run.timeline = SimpleNamespace(param_version=0), trainer.Timeline()
+
+    async def generated() -> str:
+        calls.append("generate")
+        return "rollouts"
+
+    async def sleep(level: int) -> None:
+        calls.append(f"sleep {level}")
+
+    run.manager = SimpleNamespace(
+        generate_sequences_async=lambda _: asyncio.ensure_future(generated()), sleep=sleep, close=lambda: None
+    )
+
+    async def check() -> list[str]:
+        run.first_rollouts = None
+        first = await run.generate(0)
+        run.first_rollouts = "those of a checkpoint"
+        return [first, await run.generate(0), await run.generate(1)]
+
+    assert asyncio.run(check()) == ["rollouts", "those of a checkpoint", "rollouts"]
+    assert calls == ["generate", "sleep 2", "sleep 2", "generate", "sleep 2"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "rewards", "accuracy"),
+    [
+        ([], [1, 0, 0], 1 / 3),
+        (["--reward", "flexible"], [1, 0, 1], 2 / 3),
+        (["--format-score", "0.2"], [1, 0.2, 0], 1 / 3),
+    ],
+)
+def test_a_response_is_rewarded_for_its_own_answer(
+    argv: list[str], rewards: list[float], accuracy: float, tmp_path: Path
+) -> None:
+    """By its own ground truth, in the way that was chosen; what is given for the form alone is no accuracy."""
+    run = make_run(tmp_path, *argv)
+    run.tokenizer, _ = run_gsm8k.load_tokenizer(str(POCKET))
+    ids = [run.tokenizer.encode(text) for text in ("#### 5", "#### 6", "so 7")]
+    batch = RolloutBatch({"response_ids": Ragged.pack(ids, np.int32), "ground_truth": ["5", "7", "7"]})
+    assert run.score(batch)["rewards"].tolist() == rewards
+    manager = SimpleNamespace(
+        generate_sequences_async=lambda _: asyncio.sleep(0, batch), clear_kv_cache=lambda: asyncio.sleep(0)
+    )
+    run.manager, run.trainer, run.timeline, run.test_prompts = manager, None, trainer.Timeline(), batch
+    assert asyncio.run(run.held_out()) == {"accuracy": accuracy, "answered": 2 / 3}
+
+
+def test_a_resumed_run_drops_the_lines_that_it_repeats_and_one_that_was_cut(tmp_path: Path) -> None:
+    """Also one that was cut where a bracket of its own text closes."""
+    run = make_run(tmp_path)
+    run.folder.mkdir()
+    rows = [{"step": step, "time/seconds": step + 1.0} for step in range(4)]
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        text = "".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "response": "so \\\\boxed{5}'
+        (run.folder / name).write_text(text)
+    run._drop_rows_from(2)
+    assert run.rows == rows[:2] and run.seconds_before == 2.0
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert [json.loads(line) for line in (run.folder / name).read_text().splitlines()] == rows[:2]
+
+
+def test_every_id_that_ends_a_response_is_known(tmp_path: Path) -> None:
+    """A model may have several, in any of three places; without a generation config, two."""
+    model = shutil.copytree(POCKET, tmp_path / "model")
+    for name, ids in (("config.json", 5), ("generation_config.json", [2, 7])):
+        (model / name).write_text(json.dumps(json.loads((model / name).read_text()) | {"eos_token_id": ids}))
+    assert run_gsm8k.load_tokenizer(str(model))[1] == [2, 5, 7]
+    (model / "generation_config.json").unlink()
+    assert run_gsm8k.load_tokenizer(str(model))[1] == [2, 5]
 
 
 def begun(folder: Path, *argv: str) -> Path:
@@ -476,6 +613,35 @@ child.wait()
         parent.communicate()
 
 
+def test_a_comparison_that_is_interrupted_interrupts_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, since the run has a session of its own, and does not see the Ctrl-C; and if it does not end, by force."""
+    told: list[Any] = []
+
+    class Process:
+        def __init__(self, argv: list[str], **options: Any) -> None:
+            told.append(options)
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is None:
+                raise KeyboardInterrupt
+            told.append(timeout)
+            raise subprocess.TimeoutExpired("run", timeout)
+
+        def send_signal(self, number: int) -> None:
+            told.append(number)
+
+        def kill(self) -> None:
+            told.append("killed")
+
+    monkeypatch.setattr(run_gsm8k.subprocess, "Popen", Process)
+    config, _ = parse_config(["--preset", "pocket", "--out", str(tmp_path), "--name", "all", "--compare"])
+    with pytest.raises(KeyboardInterrupt):
+        run_gsm8k.compare(config, lambda: told.append("heard"))
+    options, *rest = told
+    assert rest == ["heard", signal.SIGINT, 60, "killed"]
+    assert options["start_new_session"] and options["preexec_fn"].func is run_gsm8k.end_with_parent
+
+
 def test_after_a_loss_that_is_not_finite_the_run_can_be_begun_again_with_its_flags(tmp_path: Path) -> None:
     """From the newest checkpoint, and with all that was not as in the preset: else it would be another run."""
     flags = ["--dtype", "bfloat16", "--response-length", "160", "--no-normalize-by-std", "--kl-coef", "0.5"]
@@ -575,6 +741,19 @@ def test_the_knobs_of_training_reach_the_trainer_and_its_models() -> None:
     assert not made.normalize_by_std and made.model.is_gradient_checkpointing
     for model in (made.model, made.reference):
         assert model.config._attn_implementation == "eager" and model.dtype == torch.bfloat16
+
+
+def test_a_resumed_run_is_held_to_the_policy_that_it_began_with(tmp_path: Path) -> None:
+    """And not to that of its checkpoint."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(POCKET, dtype=torch.float32)
+    start = model.model.norm.weight.detach().clone()
+    model.model.norm.weight.data *= 2
+    model.save_pretrained(tmp_path)
+    config, _ = parse_config(["--preset", "pocket", "--kl-coef", "0.1"])
+    made = run_gsm8k.make_trainer(config, str(tmp_path), None, "cpu")
+    assert torch.equal(made.model.model.norm.weight, 2 * start) and torch.equal(made.reference.model.norm.weight, start)
 
 
 def test_what_was_not_measured_is_not_in_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -740,13 +919,14 @@ class Method:
     """A method of an actor: what it answers, call by call, and with which options it was called."""
 
     def __init__(self, *answers: Any) -> None:
-        self.answers, self.asked = list(answers), []
+        self.answers, self.asked, self.sent = list(answers), [], []
 
     def options(self, **options: Any) -> Method:
         self.asked.append(options)
         return self
 
-    def remote(self, *_: Any) -> Any:
+    def remote(self, *args: Any) -> Any:
+        self.sent.append(args)
         future: concurrent.futures.Future = concurrent.futures.Future()
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
@@ -771,6 +951,55 @@ def test_a_server_that_died_and_is_up_again_unseen_gets_its_weights(tmp_path: Pa
     run.servers = [SimpleNamespace(sleep_for_ever=Method(None), ping=Method(False, False, True))]
     asyncio.run(asyncio.wait_for(run._until_it_dies(0, period_s=0.01), 60))
     assert run.servers[0].ping.answers == []
+
+
+def test_a_server_that_is_silent_is_killed_and_one_that_fails_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """A ping that fails is of a server that is being started: nothing to kill."""
+    import ray
+
+    killed = []
+    monkeypatch.setattr(ray, "kill", lambda server, no_restart: killed.append((server, no_restart)))
+    run = make_run(tmp_path, "--server-timeout-s", "0.05")
+    starting = ray.exceptions.ActorUnavailableError("it is being started", None)
+    run.servers = [SimpleNamespace(sleep_for_ever=Method(None), ping=Method(starting, True))]
+    asyncio.run(asyncio.wait_for(run._until_it_dies(0, period_s=0.01), 60))
+    assert run.servers[0].ping.answers == killed == []
+    run.servers = [SimpleNamespace(sleep_for_ever=Method(None), ping=Method(False, None))]
+    asyncio.run(asyncio.wait_for(run._until_it_dies(0, period_s=0.01), 60))
+    assert killed == [(run.servers[0], False)] and "vLLM server 0 did not answer within 0.05 s" in capsys.readouterr().out
+
+
+def test_a_server_is_brought_back_between_two_syncs_and_only_if_it_has_no_weights(tmp_path: Path) -> None:
+    """Weights that come twice would cut what is in flight; while a sync goes on they may change."""
+    run = make_run(tmp_path)
+    run.weights, run.weights_version = b"old", 3
+    run.servers = [SimpleNamespace(ready=Method({}, {}), ping=Method(False, True), update_weights=Method(0))]
+    server = run.servers[0]
+
+    async def check() -> None:
+        assert await run._bring_back(0) and server.update_weights.sent == []
+        async with run.syncing:
+            back = asyncio.ensure_future(run._bring_back(0))
+            await asyncio.sleep(0.05)
+            assert server.ping.answers == [True], "it was asked while a sync went on"
+            run.weights, run.weights_version = b"new", 4
+        assert await asyncio.wait_for(back, 60) and server.update_weights.sent == [(b"new", 4)]
+
+    asyncio.run(check())
+
+
+def test_a_sync_reaches_every_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are laid out once, and sent to all with their version."""
+    import ray
+
+    monkeypatch.setattr(ray, "put", lambda array: array.tobytes())
+    run = make_run(tmp_path)
+    run.trainer = SimpleNamespace(param_version=7, weights=lambda: memoryview(b"weights"))
+    run.servers = [SimpleNamespace(update_weights=Method(0)) for _ in range(3)]
+    asyncio.run(run.sync())
+    assert [server.update_weights.sent for server in run.servers] == [[(b"weights", 7)]] * 3
 
 
 def test_weights_for_a_server_that_dies_again_are_not_sent_twice(tmp_path: Path) -> None:
@@ -922,19 +1151,21 @@ def metrics_of(folder: Path) -> list[dict[str, float]]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+def whole_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `whole` has written."""
+    return tmp_path_factory.mktemp("runs") / "whole"
+
+
+@pytest.fixture(scope="module")
+def whole(whole_folder: Path) -> list[dict[str, float]]:
     """The metrics of a one-step-off run on real Ray and vLLM that nothing happened to: staleness 0, 1, 1, and all files."""
-    folder = tmp_path_factory.mktemp("runs")
-    run = command("--out", str(folder), "--name", "whole")
-    out, err = run.communicate(timeout=240)
-    assert run.returncode == 0, err
-    assert "preset pocket" in out and "held-out accuracy" in out and str(folder / "whole") in out
-    rows = metrics_of(folder / "whole")
+    rows, out = finished(whole_folder.parent, "whole")
+    assert "preset pocket" in out and "held-out accuracy" in out and str(whole_folder) in out
     assert [row["staleness/mean"] for row in rows] == [0, 1, 1] and [row["staleness/max"] for row in rows] == [0, 1, 1]
     assert all(abs(row["sampler_ratio"] - 1) < 1e-3 for row in rows[:1]), "sampler and trainer compute the same probabilities"
     for name in ("curve.png", "timeline.png", "timeline.json", "samples.jsonl", "config.json", "checkpoints/step_000003"):
-        assert (folder / "whole" / name).exists(), name
-    timeline = run_gsm8k.read_timeline(folder / "whole" / "timeline.json")
+        assert (whole_folder / name).exists(), name
+    timeline = run_gsm8k.read_timeline(whole_folder / "timeline.json")
     assert {lane for lane, *_ in timeline.spans} == {"server 0", "sync", "trainer"}
     assert [name for lane, name, *_ in timeline.spans if lane == "server 0"].count("evaluate") == 2, "before and after"
     return rows
@@ -985,6 +1216,58 @@ def test_a_run_whose_engine_and_worker_are_killed_loses_nothing(tmp_path: Path, 
     names = "reward", "response_length/mean", "response_length/max", "staleness/mean", "staleness/max"
     curves = [[[row[name] for name in names] for row in rows] for rows in (metrics_of(tmp_path / "faulty"), whole)]
     assert curves[0] == curves[1]
+
+
+def finished(folder: Path, name: str, *argv: str) -> tuple[list[dict[str, float]], str]:
+    """The metrics of a run, and what it printed."""
+    run = command("--out", str(folder), "--name", name, *argv)
+    out, err = run.communicate(timeout=240)
+    assert run.returncode == 0, err
+    return metrics_of(folder / name), out
+
+
+def test_without_staleness_partial_mode_trains_what_sync_trains_to_the_bit(tmp_path: Path) -> None:
+    """The one by groups, the other with a server that sleeps, without its weights, while training goes on."""
+    asleep, _ = finished(tmp_path, "asleep", "--mode", "sync", "--colocate")
+    partial, _ = finished(tmp_path, "partial", "--mode", "partial", "--max-staleness", "0")
+    assert asleep == partial and [row["staleness/max"] for row in partial] == [0, 0, 0]
+    lanes = run_gsm8k.read_timeline(tmp_path / "asleep" / "timeline.json").spans
+    spans = {lane: [(a, b) for name, _, a, b, _ in lanes if name == lane] for lane in ("server 0", "trainer")}
+    assert not [1 for a, b in spans["server 0"] for c, d in spans["trainer"] if max(a, c) < min(b, d)], "by turns"
+
+
+def test_partial_mode_cuts_and_resumes_responses_and_scores_them_as_they_are(tmp_path: Path) -> None:
+    """Some have tokens of two versions, none is older than was allowed, and each sample has the reward of its text."""
+    rows, _ = finished(tmp_path, "partial", "--mode", "partial", "--steps", "4", "--response-length", "160")
+    assert max(row["partial_fraction"] for row in rows) > 0 and {row["staleness/max"] for row in rows} <= {0, 1}
+    samples = [json.loads(line) for line in (tmp_path / "partial" / "samples.jsonl").read_text().splitlines()]
+    assert len({sample["uid"] for sample in samples}) == len(samples) == 16
+    for sample in samples:
+        assert sample["reward"] == compute_reward(sample["response"], sample["ground_truth"])
+        (problem,) = [p for p in PocketProblems().train(0, 0, 12) if p.question == sample["question"]]
+        assert problem.answer == sample["ground_truth"]
+
+
+def test_two_of_everything_are_one_run(tmp_path: Path, whole: list[dict[str, float]]) -> None:
+    """Two workers, two servers and two trainer processes give the curve of one of each: a response depends on its seed, and not
+    on who generates it; a gradient is a sum, whoever adds it up."""
+    flags = "--workers 2 --rollout-servers 2 --trainer-workers 2 --steps 3".split()
+    rows, out = finished(tmp_path, "two", *flags)
+    assert "vLLM server 1 on" in out and "2 processes together" in out
+    for name in ("reward", "response_length/mean", "response_length/max", "staleness/mean", "zero_spread_groups"):
+        assert [row[name] for row in rows] == [row[name] for row in whole], name
+    assert [row["grad_norm"] for row in rows] == pytest.approx([row["grad_norm"] for row in whole], rel=1e-3)
+
+
+def test_a_policy_is_evaluated_as_it_is_and_nothing_is_written(
+    tmp_path: Path, whole: list[dict[str, float]], whole_folder: Path
+) -> None:
+    """The accuracy that a run has before it trains."""
+    run = command("--out", str(tmp_path / "runs"), "--eval-only")
+    out, err = run.communicate(timeout=240)
+    before = json.loads((whole_folder / "before.json").read_text())
+    assert run.returncode == 0 and not (tmp_path / "runs").exists(), err
+    assert f"held-out accuracy  {before['accuracy']:.3f} of 16 problems, greedy" in out
 
 
 def apart(mark: Path, temporary: Path) -> dict[str, str]:

@@ -630,12 +630,14 @@ def test_a_batch_without_a_single_token_changes_nothing() -> None:
         trainer.update(make_batch([], []))
 
 
-def test_a_decoupled_update_in_mini_batches_is_that_of_a_plain_loop() -> None:
+@pytest.mark.parametrize("aggregation", ["token-mean", "dr-grpo"])
+def test_a_decoupled_update_in_mini_batches_is_that_of_a_plain_loop(aggregation: str) -> None:
     """Two optimiser steps on one batch. The ratio's denominator is the policy from before the first; the sampler's
     log-probability enters as a weight, truncated at `tis_cap`. Bypass, on the same batch, does something else.
     """
     batch = random_batch(3, [(2, 5), (3, 4), (1, 6), (4, 3)]).with_columns(rewards=np.array([1.0, 0.0, 0.0, 1.0]))
     knobs = {"learning_rate": 0.01, "max_grad_norm": 1e9, "num_mini_batches": 2, "tis_cap": 1.5, "clip_high": 0.05}
+    knobs |= {"loss_aggregation": aggregation, "response_length": 7}
     trainer = GRPOTrainer(tiny_llama(), importance="decoupled", **knobs)
 
     model = tiny_llama().double()
@@ -656,6 +658,24 @@ def test_a_decoupled_update_in_mini_batches_is_that_of_a_plain_loop() -> None:
     bypass.update(batch)
     with pytest.raises(AssertionError):
         assert_same_gradient(gradient(bypass), truth, rtol=2e-3)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_three_updates_are_those_of_adamw(weight_decay: float) -> None:
+    """Gradients of a plain loop, clipped to their norm, into PyTorch's AdamW with PyTorch's betas, in float64: no weight decay
+    unless it is asked for. The first step of Adam is the same whatever the betas, the later ones are not."""
+    trainer = GRPOTrainer(tiny_llama(), learning_rate=0.01, max_grad_norm=0.01, weight_decay=weight_decay)
+    model = tiny_llama().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.999), weight_decay=weight_decay)
+    for seed in range(3):
+        batch = random_batch(seed)
+        for name, g in plain_gradient(trainer, batch, model).items():
+            model.get_parameter(name).grad = g
+        assert nn.utils.clip_grad_norm_(model.parameters(), 0.01) > 0.01
+        optimizer.step()
+        trainer.update(batch)
+    for p, truth in zip(trainer.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p.double(), truth, rtol=0, atol=2e-4)
 
 
 def test_metrics_are_means_over_the_tokens_that_count() -> None:
@@ -1216,22 +1236,29 @@ def test_no_steps_are_no_work(fit: Callable, first_step: int) -> None:
     assert play.events == []
 
 
-@pytest.mark.parametrize("fit", [fit_sync, fit_one_step_off, fit_one_ahead])
-def test_the_steps_of_a_run_are_all_of_its_time(fit: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("fit", "wait_s", "sync_s"),
+    [(fit_sync, [1, 1, 1], [3, 3, 3]), (fit_one_step_off, [0, 0, 0], [3, 3, 3]), (fit_one_ahead, [0, 0, 0], [3, 4, 4])],
+)
+def test_the_steps_of_a_run_are_all_of_its_time(
+    fit: Callable, wait_s: list[float], sync_s: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From the first sync to the last line nothing but writing the lines is left out, in none of the loops: so their seconds a
-    step can be set side by side, with or without evaluations. Time is what the events take: a second, an evaluation ten."""
+    step can be set side by side, with or without evaluations. Time is what the events take: a second, a sync three, an
+    evaluation ten."""
 
     class Clock(Play):
         @property
         def now(self) -> float:
-            return sum({"evaluate": 10.0, "log": 0.0}.get(event.split()[0], 1.0) for event in self.events)
+            return sum({"evaluate": 10.0, "sync": 3.0, "log": 0.0}.get(event.split()[0], 1.0) for event in self.events)
 
     play = Clock()
     monkeypatch.setattr(module.time, "perf_counter", lambda: play.now)
     asyncio.run(fit(play.parts(timeline=Timeline(zero=0.0))))
     after = play.events[play.events.index("log 2") :]
     assert sum(metrics["time/step_s"] for metrics in play.logged) == play.now - len([e for e in after if "resume" in e])
-    assert all(metrics["time/train_s"] == 1 for metrics in play.logged)
+    shown = [[metrics[f"time/{name}_s"] for metrics in play.logged] for name in ("wait", "train", "sync")]
+    assert shown == [wait_s, [1, 1, 1], sync_s], "a cut counts as part of the sync that it is for"
     assert sum(metrics["time/step_s"] > 10 for metrics in play.logged) == 3, "one evaluation in each"
 
 
