@@ -783,6 +783,7 @@ class VLLMServer:
     async def sleep(self, level: int = 1) -> None:
         """Cancels, and gives the memory of weights and cache back (on a CPU vLLM only pauses). Level 2 drops the weights
         for good: requests are taken again only after `wake_up` and `update_weights`."""
+        await self._has_weights.wait()  # a server that was started again is awake for those that it waits for
         async with self._door:
             await self._close("sleep")
             if level == 2:
@@ -978,6 +979,7 @@ class WorkerExtension:
         """
         import numpy as np
         import torch
+        from vllm.utils.torch_utils import async_tensor_h2d
         from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
         runner = self.model_runner
@@ -988,7 +990,8 @@ class WorkerExtension:
             ids = runner.input_batch.req_ids
             seeds = np.array([runner.requests[i].sampling_params.extra_args["noise_seed"] for i in ids], np.uint64)
             positions = runner.input_batch.num_tokens_no_spec[: len(ids)]  # prompt + tokens so far
-            u = torch.from_numpy(uniform_noise(seeds, positions)).to(logits.device)
+            # A plain copy to a GPU would wait for the forward pass that has just been queued there.
+            u = async_tensor_h2d(uniform_noise(seeds, positions), logits.device)
             return inverse_cdf(logprobs.exp(), u), logprobs
 
         runner.sampler.topk_topp_sampler.forward = forward
@@ -1018,33 +1021,41 @@ class WorkerExtension:
         reload undoes and redoes the packing, but misses a head that is tied to the embedding.
         """
         from safetensors.torch import load_file
+        from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         model, weights = self.model_runner.get_model(), load_file(path)
-        names = {name for name, _ in model.named_parameters()}
-        initialize_layerwise_reload(model)
-        try:
-            loaded = model.load_weights(iter(weights.items()))
-            missing = set() if loaded is None else names - loaded
-            for fused, parts in getattr(model, "packed_modules_mapping", {}).items():  # of which one part passes for all
-                for mine in ({name.replace(fused, part) for part in parts} for name in names if f".{fused}." in name):
-                    missing |= mine - weights.keys() if mine & weights.keys() else set()
-            if missing:
-                raise ValueError(f"{len(missing)} weights are missing, such as {min(missing)}: send all of them")
-        except BaseException:
-            for layer in model.modules():  # what has been read of it would count for the next file
-                info = get_layerwise_info(layer)
-                info.load_numel = 0
-                info.loaded_weights.clear()
-            raise
-        finally:
-            finalize_layerwise_reload(model, self.model_config)
+        names = {name for name, _ in model.named_parameters()}  # before the reload, which takes apart what is tied
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(model)
+            try:
+                loaded = model.load_weights(iter(weights.items()))
+                if missing := self._missing(model, names, weights, loaded):
+                    raise ValueError(f"{len(missing)} weights are missing, such as {min(missing)}: send all of them")
+            except BaseException:
+                for layer in model.modules():  # what has been read of it would count for the next file
+                    info = get_layerwise_info(layer)
+                    info.load_numel = 0
+                    info.loaded_weights.clear()
+                raise
+            finally:
+                finalize_layerwise_reload(model, self.model_config)
         head = getattr(model, "lm_head", None)
         if hasattr(head, "cpu_linear") and head.weight.numel():
             from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
             dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+
+    @staticmethod
+    def _missing(model: Any, names: set[str], weights: Mapping[str, Any], loaded: set[str] | None) -> set[str]:
+        """Of `names`, the model's weights, those that a file lacks. Of several that vLLM has fused into one, a single part
+        passes for all."""
+        missing = set() if loaded is None else names - loaded
+        for fused, parts in getattr(model, "packed_modules_mapping", {}).items():
+            for mine in ({name.replace(fused, part) for part in parts} for name in names if f".{fused}." in name):
+                missing |= mine - weights.keys() if mine & weights.keys() else set()
+        return missing
 
 
 def pin_process(cores: Sequence[int]) -> None:

@@ -1028,9 +1028,9 @@ def test_every_part_gets_a_device() -> None:
     assert plan(0, "--max-num-seqs", "4096").engine_args["max_num_batched_tokens"] == 4096, "vLLM takes no less"
     one = plan(1)
     assert one.shared and one.server == {"CPU": 1} and one.engine_args["weight_transfer_config"] == {"backend": "ipc"}
-    assert one.engine_args["gpu_memory_utilization"] == 0.5 and not one.engine_args["enable_sleep_mode"]
+    assert one.engine_args["gpu_memory_utilization"] == 0.4 and not one.engine_args["enable_sleep_mode"]
     asleep = plan(8, "--colocate", "--mode", "sync")
-    assert asleep.shared and asleep.engine_args["gpu_memory_utilization"] == 0.7 and asleep.engine_args["enable_sleep_mode"]
+    assert asleep.shared and asleep.engine_args["gpu_memory_utilization"] == 0.6 and asleep.engine_args["enable_sleep_mode"]
     many = plan(8, "--rollout-servers", "3", "--tensor-parallel-size", "2", "--trainer-workers", "2")
     assert not many.shared and many.server == {"CPU": 1, "GPU": 2} and many.trainer == {"CPU": 1, "GPU": 1}
     assert many.engine_args["weight_transfer_config"] == {"backend": "nccl"}
