@@ -8,8 +8,8 @@
                              ^ sync            ^ sync    ^ sync      (weights move while nothing is in flight)
 
 A step costs max(T_gen, T_train) in place of T_gen + T_train. The price: batch t+1 is sampled by the policy from before
-update t, so each batch but the first is trained exactly one version late. PPO's ratio corrects for that, because every
-token carries the log-probability it was sampled with (`response_logprobs`). The loop itself, with the sync, is
+update t, so each batch but the first is trained exactly one version late. PPO's ratio corrects for that, token by token,
+because each carries the log-probability it was sampled with (`response_logprobs`). The loop itself, with the sync, is
 trainer.fit_one_step_off; `_demo` below is its skeleton, without weights.
 
 Three things carry the idea:
@@ -236,9 +236,14 @@ TOKEN_COLUMNS = {
 class AgentLoopWorker:
     """Runs one agent loop for each of its samples, all of them concurrently. `ray.remote(AgentLoopWorker)` is the actor.
 
-    `make_agent_loop()` is called once, inside the actor. The loop it returns has
+    `make_agent_loop()` is called once, inside the actor. The loop it returns serves all samples at once. It has
     `async run(sampling_params, **sample) -> output`, where `output` has the attributes named in `TOKEN_COLUMNS`, a dict
-    `extra_fields` of scalars and a dict `metrics`. partial_rollout.AgentLoopOutput is one such.
+    `extra_fields` of scalars, with the same keys for all, and a dict `metrics`. partial_rollout.AgentLoopOutput is one such.
+    `sample` has every column of the row, `param_version` where meta_info has it, and `ticket`, which is for the sample's first
+    request to a server (partial_rollout.LLMServerManager takes it): so let `run` end in `**_`.
+
+    As an actor: `ray.remote(max_concurrency=2**16, max_restarts=3)(AgentLoopWorker)`. Ray's own default is a thousand calls at
+    once, and no restart when it dies.
     """
 
     def __init__(self, make_agent_loop: Callable[[], Any]) -> None:
@@ -251,6 +256,8 @@ class AgentLoopWorker:
     async def generate_sequences(self, prompts: RolloutBatch, *, new_columns_only: bool = False) -> RolloutBatch:
         """The same rows, in the same order, with what was generated for them.
 
+        Reads meta_info["sampling_params"], a dict for the loop; meta_info["param_version"], the version that the servers were
+        last given (they send back what comes for another; without it the loop's default, 0, counts); a column `seed` of ints.
         Sets the columns `TOKEN_COLUMNS` and those of `extra_fields`; every other column that came in goes out again (with
         `new_columns_only` none but `uid`, since a manager has them). So the result can be sent in once more: responses that
         were cancelled are then resumed, finished ones stay as they are.
@@ -260,10 +267,10 @@ class AgentLoopWorker:
         """
         sampling_params = prompts.meta_info.get("sampling_params", {})
         shared = {key: prompts.meta_info[key] for key in ("param_version",) if key in prompts.meta_info}
-        batch, size = prompts.meta_info.get("batch_id"), prompts.meta_info.get("batch_size")
+        batch, size = prompts.meta_info.get("_batch_id"), prompts.meta_info.get("_batch_size")
         tasks = []
         for sample in prompts:
-            index = sample.pop("index", -1)
+            index = sample.pop("_index", -1)
             ticket = (batch, index, size) if index >= 0 else None  # for servers, which take a batch whole and in order
             tasks.append(asyncio.ensure_future(self._run(sampling_params, {**sample, **shared, "ticket": ticket})))
         try:
@@ -315,8 +322,10 @@ class _Call:
 class AgentLoopManager:
     """Spreads a batch over the workers and puts the answers together again, in order. Blocking: the synchronous baseline.
 
-    `workers` are actor handles of `AgentLoopWorker`, `replicas` those of the rollout servers. `timeout_s` bounds the wait
-    for a batch, anew where a worker takes over from one that died; a TimeoutError then names who did not answer.
+    `workers` are actor handles of `AgentLoopWorker`, `replicas` those of the rollout servers (of their methods only those are
+    needed that one calls here: cancel, resume, wake_up, sleep, clear_kv_cache). `timeout_s` bounds the wait for a batch, anew
+    where a worker takes over from one that died; a TimeoutError then names who did not answer.
+    What comes back has meta_info["timing"], in seconds. A sample with a column `stop_reason` that is not "abort" is finished.
     """
 
     def __init__(self, workers: Sequence[Any], replicas: Sequence[Any] = (), *, timeout_s: float | None = None) -> None:
@@ -367,18 +376,18 @@ class AgentLoopManager:
             answer.add_done_callback(lambda answer: None if answer.exception() else self._down.discard(worker))
 
     def _numbered(self, groups: Sequence[RolloutBatch]) -> list[RolloutBatch]:
-        """Numbers the unfinished responses of all groups as one batch, from 0 to batch_size - 1, in a column `index`; a
+        """Numbers the unfinished responses of all groups as one batch, from 0 to its size - 1, in a column `_index`; a
         finished one gets -1, since it asks nothing of a server. By these the servers take a batch whole and in order
         (partial_rollout.VLLMServer._take_batch says why)."""
         finished = [
             group["stop_reason"] != "abort" if "stop_reason" in group else np.zeros(len(group), bool) for group in groups
         ]
-        meta = {"batch_id": next(self._batches), "batch_size": int(sum((~done).sum() for done in finished))}
+        meta = {"_batch_id": next(self._batches), "_batch_size": int(sum((~done).sum() for done in finished))}
         numbered, first = [], 0
         for group, done in zip(groups, finished, strict=True):
             index = np.where(done, -1, first + np.cumsum(~done) - 1)
             first += int((~done).sum())
-            numbered.append(RolloutBatch({**group.columns, "index": index}, group.meta_info | meta))
+            numbered.append(RolloutBatch({**group.columns, "_index": index}, group.meta_info | meta))
         return numbered
 
     def _submit(self, worker: int, chunk: RolloutBatch, **options: Any) -> Any:
@@ -400,7 +409,7 @@ class AgentLoopManager:
             raise
         metrics = [part.meta_info.pop("metrics") for part in parts]
         rollouts = RolloutBatch.concat(parts)
-        del rollouts.meta_info["batch_id"], rollouts.meta_info["batch_size"], rollouts.columns["index"]
+        del rollouts.meta_info["_batch_id"], rollouts.meta_info["_batch_size"], rollouts.columns["_index"]
         rollouts.meta_info["timing"] = {"generate_s": time.perf_counter() - start, **_timing(metrics)}
         return rollouts
 

@@ -373,6 +373,11 @@ class SingleTurnAgentLoop(PartialSingleTurnAgentLoop):
     async def run(self, sampling_params: Mapping[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """As in the parent class, but raises RuntimeError if the server cancels the request."""
         output = await super().run(sampling_params, **kwargs)
+        if output.is_cancel and not output.response_ids:
+            raise RuntimeError(
+                f"sent back untouched: the servers are closed, or have other weights than param_version="
+                f"{kwargs.get('param_version', 0)}, which must be that of their last update_weights"
+            )
         if output.is_cancel:
             raise RuntimeError(
                 f"cancelled after {len(output.response_ids)} tokens, and single_turn_agent cannot resume: "
@@ -388,7 +393,10 @@ class LLMServerManager:
     """Spreads requests over servers: fewest in flight first, and a resumed request back to where its prefix may be cached (a
     sync of weights empties the cache). Those with a ticket, as the requests of run_gsm8k.py have, are dealt out in turn.
 
-    `servers` have the coroutines of `VLLMServer`, as Ray actor handles or as plain objects.
+    `servers` are Ray actor handles, or plain objects, with one coroutine, `generate_for_partial`, as `VLLMServer` has it. One
+    of your own takes (request_id, *, prompt_ids, sampling_params, param_version, ticket), and answers with the new token ids,
+    that of the stop token included; as many log-probabilities, in nats, of the distribution that was sampled; and whether it
+    was cut. What came for weights that it does not have it sends back as ([], [], True). It may ignore `ticket`.
     """
 
     max_homes = 10_000
@@ -461,7 +469,8 @@ def _needs_engine(method: Callable) -> Callable:
 
 
 class VLLMServer:
-    """vLLM's AsyncLLM, with the door that partial rollouts need. `ray.remote(VLLMServer)` is the actor.
+    """vLLM's AsyncLLM, with the door that partial rollouts need. As an actor: `ray.remote(max_concurrency=2**16)(VLLMServer)`,
+    since by Ray's default of a thousand calls at once a cancel would wait behind the requests that it should end.
 
     model        folder or hub name, as vLLM takes it
     seed, rank   the run's seed and this replica's number. Seam: engines with equal seeds would draw the same noise for
@@ -495,7 +504,8 @@ class VLLMServer:
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if engine_args.get("tensor_parallel_size", 1) == 1 else "1"
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # what WorkerExtension reaches into
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        root = Path(__file__).resolve().parents[__name__.count(".")]  # of the package, where this file is part of one
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
         if (engine_args.get("weight_transfer_config") or {}).get("backend") == "ipc":
             # What the trainer sends are handles of its GPU's memory, which vLLM will only pickle.
             os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
@@ -514,7 +524,7 @@ class VLLMServer:
             AsyncEngineArgs(
                 model=model,
                 seed=seed + rank,
-                worker_extension_cls="partial_rollout.WorkerExtension",
+                worker_extension_cls=f"{__name__}.WorkerExtension",
                 # Seam: raw logprobs are those of temperature 1 and of the whole vocabulary. The trainer's ratio needs the
                 # distribution that was sampled: after temperature, top-k and top-p.
                 logprobs_mode="processed_logprobs",

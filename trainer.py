@@ -20,7 +20,7 @@ never act, and the batch would pass for fresh. (`importance="decoupled"` does so
 then missing, old / sampled, truncated.)
 
 Left out, and where verl does it (commit b178a3c):
-    1. critics, GAE, other estimators       verl/trainer/ppo/core_algos.py
+    1. critics, GAE, dual clip              verl/trainer/ppo/core_algos.py
     2. Megatron, sequence parallelism       verl/workers/
     3. resharding between engines           verl/workers/
 
@@ -34,6 +34,7 @@ import asyncio
 import hashlib
 import itertools
 import json
+import logging
 import math
 import os
 import shutil
@@ -53,6 +54,8 @@ from safetensors.torch import load_file, save, save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+logger = logging.getLogger(__name__)
+
 # ---- 1. Advantages ---------------------------------------------------------------------------------------------------
 
 
@@ -66,7 +69,8 @@ def compute_grpo_advantages(
 ) -> np.ndarray:
     """Each reward minus its group's mean, over the group's standard deviation (GRPO, arXiv 2402.03300, section 4.1.2).
 
-    `rewards` (n,) and `groups` (n,), any hashable label: responses to one prompt share it. Returns (n,) float64.
+    `rewards` (n,) and `groups` (n,), any hashable label: those share it that answer the same prompt, of one draw of it.
+    Returns (n,) float64.
     `normalize_by_std=False` leaves the division out (Dr. GRPO, arXiv 2503.20783). The deviation is that of a sample
     (n - 1), as in verl and TRL. A group whose rewards are all equal gets exactly 0, not rounding noise over epsilon.
     Raises ValueError for a group of one, and for one that has not `group_size` members, if that is given.
@@ -83,8 +87,10 @@ def compute_grpo_advantages(
         r = rewards[mine]
         if len(r) == 1:
             raise ValueError(f"group {label} has one response: its advantage over itself says nothing, use at least 2")
-        if group_size is not None and len(r) != group_size:
+        if group_size is not None and len(r) < group_size:
             raise ValueError(f"group {label} has {len(r)} of {group_size} responses: score it when all are back")
+        if group_size is not None and len(r) > group_size:
+            raise ValueError(f"group {label} has {len(r)} responses, and not {group_size}: do two prompts share the label?")
         if r.max() != r.min():  # true of nan as well, which is then seen in the loss; `>` would take it for equal rewards
             advantages[mine] = (r - r.mean()) / (r.std(ddof=1) + epsilon if normalize_by_std else 1.0)
     return advantages
@@ -149,9 +155,10 @@ def compute_log_probs(
 
     `prompts` and `responses` are B rows of token ids; a prompt has at least one. Rows are padded on the right, where a causal
     model cannot see the padding, so no mask is needed, and what pad is does not matter. The model body runs on all
-    tokens, its head on those alone that predict a response token. With no rows it runs on one token that counts for nothing,
-    since a sharded model waits for all. Of the sampler's settings only the temperature is applied: train with samples that were
-    drawn without top-p, top-k and the like.
+    tokens, its head on those alone that predict a response token; so `model` has `base_model` and `get_output_embeddings()`, as
+    Hugging Face's have, and does nothing between the two (`check_policy`). With no rows it runs on one token that counts for
+    nothing, since a sharded model waits for all. Of the sampler's settings only the temperature is applied: train with samples
+    that were drawn without top-p, top-k and the like.
     """
     device = next(model.parameters()).device
     lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
@@ -197,8 +204,10 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """PPO's clipped objective, negated, token by token (arXiv 1707.06347, eq. 7): (loss, ratio, clipped), each (N,).
 
-    max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)); with clip_high > clip_low it is DAPO's clip-higher. `clipped`
-    is True where the clip decides. Log-ratios are bounded to +-20 first, as in verl, so that the ratio stays finite.
+    max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)); with clip_high > clip_low it is DAPO's clip-higher (arXiv
+    2503.14476). `clipped` is True where the clip decides: where the ratio has already moved the way the advantage pushes. It
+    does not bound a token of negative advantage that became likelier (verl's dual clip does, arXiv 1912.09729). Log-ratios
+    are bounded to +-20 first, as in verl, so that the ratio stays finite.
     """
     ratio = (log_probs - old_log_probs).clamp(-20, 20).exp()
     free = -advantages * ratio
@@ -231,22 +240,30 @@ def load_policy(
     options = {"attn_implementation": attn_implementation} if attn_implementation else {}
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False, **options)
     _check_generation_config(path, model.generation_config)
-    # `compute_log_probs` calls body and head apart, and a model that scales or caps its logits on the way would give others: so
-    # both ways are compared once. It stays as it is loaded, in eval mode: dropout would make another policy of it.
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()  # transformers wants it for that, so here dropout must be zero, as in most models it is
+    try:
+        check_policy(model)  # else it stays as it is loaded, in eval mode: dropout would make another policy of it
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return model
+
+
+def check_policy(model: nn.Module) -> None:
+    """Raises ValueError for a model of which `compute_log_probs` would be wrong: one that scales or caps its logits, and one
+    with dropout that is in train mode."""
+    device = next(model.parameters()).device
     ids = np.arange(8) % model.get_output_embeddings().weight.shape[0]
     with torch.no_grad():
-        logits = model(input_ids=torch.from_numpy(ids).unsqueeze(0)).logits[0, :-1].float()
-        expected = logits.log_softmax(-1).gather(1, torch.from_numpy(ids[1:]).unsqueeze(1)).squeeze(1)
-        if gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            model.train()  # transformers wants it for that, so here dropout must be zero, as in most models it is
+        logits = model(input_ids=torch.from_numpy(ids).unsqueeze(0).to(device)).logits[0, :-1].float()
+        expected = logits.log_softmax(-1).gather(1, torch.from_numpy(ids[1:]).unsqueeze(1).to(device)).squeeze(1)
         found = compute_log_probs(model, [ids[:1]], [ids[1:]])
     if not torch.allclose(found, expected, atol=0.02):
         raise ValueError(
-            f"{path}: its log-probabilities are not those of its head's output. It rescales its logits: choose another model; "
-            f"or it has dropout: leave gradient checkpointing out"
+            "its log-probabilities are not those of its head's output. It rescales its logits: choose another model; or it has "
+            "dropout: leave gradient checkpointing out"
         )
-    return model
 
 
 def _check_generation_config(path: str, config: Any) -> None:
@@ -299,12 +316,13 @@ class GRPOTrainer:
     temperature           the one that was sampled with
     clip_low, clip_high   the ratio may move to 1 - clip_low and 1 + clip_high before its gradient stops
     importance            "bypass": the ratio's denominator is the sampler's log-probability, one forward pass. "decoupled":
-                          it is recomputed before the update, and the sampler's enters as a weight, truncated at `tis_cap`
-                          (truncated importance sampling; AReaL, arXiv 2505.24298, eq. 5). The two differ where a batch
-                          is stale, is cut into mini-batches, or was computed differently by sampler and trainer
-    loss_aggregation      "token-mean": every token of the batch counts alike. "dr-grpo": sum over a response divided by
-                          the constant `response_length`, mean over responses
-    group_size            responses per prompt; a group that has fewer is refused
+                          it is recomputed before the update, and the sampler's enters as a weight (Hilton et al., arXiv
+                          2110.00641; AReaL, arXiv 2505.24298, eq. 5), truncated at `tis_cap` (truncated importance
+                          sampling). With one mini-batch the ratio is then 1: the cap bounds the update, and not the clip
+    loss_aggregation      "token-mean": every token of the batch counts alike (DAPO, arXiv 2503.14476; the GRPO paper takes
+                          the mean of each response first). "dr-grpo": sum over a response divided by the constant
+                          `response_length`, mean over responses (that paper has normalize_by_std=False as well)
+    group_size            responses per prompt; a group that has more or fewer is refused. None refuses those of one alone
     num_mini_batches      optimiser steps per batch
     kl_coef, reference    weight of the KL to a reference model; with 0 there is no reference and nothing is computed
     micro_batch_tokens    tokens after padding that go through the model at once: memory, not mathematics
@@ -355,10 +373,14 @@ class GRPOTrainer:
     def update(self, rollouts: Any) -> dict[str, float]:
         """Trains on one batch and returns its metrics; means are over response tokens unless the name says otherwise.
 
-        `rollouts` has the ragged columns prompt_ids, response_ids, response_mask, response_logprobs, span_versions and
-        span_lengths, and the arrays rewards, group and uid. Raises ValueError for incomplete groups, and FloatingPointError,
-        which names the step and the samples, for a loss or gradient that is not finite; no optimiser step is then made with it
-        (where a batch is cut into mini-batches, those before it are in the weights).
+        `rollouts` has n rows. Ragged columns, with `rows()`, `lengths` (n,) and `values`: prompt_ids and response_ids (ints),
+        response_mask (0 or 1), response_logprobs (nats, of the distribution that was sampled: after the temperature, unlike
+        vLLM's default, raw_logprobs), span_versions and span_lengths (ints, for the staleness). Arrays (n,): rewards
+        (floats), group (labels) and uid (names of the samples). Of a fresh batch `abs_log_ratio` must come out near 0.
+
+        Raises ValueError for incomplete groups, and FloatingPointError, which names the step and the samples, for a loss or
+        gradient that is not finite; no optimiser step is then made with it (where a batch is cut into mini-batches, those
+        before it are in the weights).
         """
         if len(rollouts) == 0:
             raise ValueError("an empty batch has nothing to train on")
@@ -656,10 +678,11 @@ class Timeline:
 class Parts:
     """What a loop is made of. The loops decide when each is called, and nothing else.
 
-    generate(t)          starts generating batch t *now* and returns an awaitable of its rollouts
+    generate(t)          starts generating batch t *now* and returns an awaitable of its rollouts (a coroutine would start
+                         when the loop next waits); in meta_info["timing"]["generate_s"] these say how many seconds it took
     score(rollouts)      the same rollouts with a column `rewards` (n,)
     sync()               puts the trainer's weights and param_version into every server
-    trainer              its `update(rollouts)` blocks, so it gets a thread
+    trainer              its `update(rollouts)` raises `param_version` by 1 and returns metrics; it blocks, so it gets a thread
     steps, first_step    batches first_step .. steps - 1 are trained
     first_rollouts       those of batch `first_step`, where a checkpoint brought them
     checkpoint(t, rollouts)   called when nothing is in flight and batch t waits to be trained; in fit_partial `rollouts` are
@@ -670,8 +693,9 @@ class Parts:
 
     fit_partial has rollouts in flight all the time, so in place of `generate` it needs
     group(number)        the prompts of one group, as a batch; numbers count from 0 over the whole run
-    generate_groups(groups)     starts them all *now*, each fresh or from where it was cut; an awaitable for each
-    concat(groups)       one batch out of several
+    generate_groups(groups)     starts them all *now*, each fresh or from where it was cut; an awaitable for each, of rollouts
+                         with a column `stop_reason`, where "abort" is a response that was cut
+    concat(groups)       one batch out of several, whose meta_info may differ
     cancel(), resume()   the servers end what they have in flight and take nothing more; they take requests again
     """
 
@@ -695,6 +719,20 @@ class Parts:
     def __post_init__(self) -> None:
         # One thread for training, not one of asyncio's pool: whoever waits there must not hold up an update.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
+        self._sent_back = 0
+
+    async def before_sending_again(self) -> None:
+        """A moment's wait, after groups came back that the loop has not cut: by another's cancel, or from a server that was not
+        ready. Every ten seconds of it a warning, since it may never end."""
+        self._sent_back += 1
+        if self._sent_back % 100 == 0:
+            logger.warning(
+                "requests came back unfinished %d times, and not for a sync: are the servers paused, or do they have weights "
+                "of another version than %d?",
+                self._sent_back,
+                self.trainer.param_version,
+            )
+        await asyncio.sleep(0.1)
 
     async def timed_sync(self) -> float:
         """Syncs; returns the seconds it took."""
@@ -744,7 +782,9 @@ async def fit_one_step_off(parts: Parts) -> None:
         return
     start = time.perf_counter()
     sync_s = await parts.timed_sync()
-    pending = None if parts.first_rollouts is not None else parts.generate(parts.first_step)  # else a checkpoint brought them
+    pending = None  # where a checkpoint has brought the first batch
+    if parts.first_rollouts is None:
+        pending = asyncio.ensure_future(parts.generate(parts.first_step))
     try:
         for t in range(parts.first_step, parts.steps):
             wait_start = time.perf_counter()
@@ -758,7 +798,7 @@ async def fit_one_step_off(parts: Parts) -> None:
                 sync_s = await parts.timed_sync()
             evaluation = await parts.evaluated(t)
             if t + 1 < parts.steps:
-                pending = parts.generate(t + 1)  # under way before the next line runs
+                pending = asyncio.ensure_future(parts.generate(t + 1))  # under way before the next line runs
 
             metrics, scored, train_s = await parts.train(t, rollouts)
             times = step_times(rollouts.meta_info["timing"]["generate_s"], wait_s, train_s, sync_s, time.perf_counter() - start)
@@ -802,7 +842,7 @@ class GroupPool:
         group that is not out."""
         if number not in self.admitted_at or number in self.finished or number in self.cut:
             raise ValueError(f"group {number} came back, but it is not out")
-        complete = not np.any(group["stop_reason"] == "abort")
+        complete = not np.any(np.asarray(group["stop_reason"]) == "abort")
         (self.finished if complete else self.cut)[number] = group
 
     def resumable(self) -> dict[int, Any]:
@@ -872,7 +912,7 @@ async def fit_partial(parts: Parts, *, batch_size: int, max_staleness: int) -> N
     def dispatch() -> None:
         groups = pool.resumable()
         groups |= {number: parts.group(number) for number in pool.admit(parts.trainer.param_version)}
-        tasks = parts.generate_groups(list(groups.values()))
+        tasks = [asyncio.ensure_future(group) for group in parts.generate_groups(list(groups.values()))]
         for task in tasks:
             task.add_done_callback(stamp)
         in_flight.update(zip(tasks, groups, strict=True))
@@ -889,8 +929,8 @@ async def fit_partial(parts: Parts, *, batch_size: int, max_staleness: int) -> N
             version = parts.trainer.param_version
             wait_start = time.perf_counter()
             while (taken := pool.take(version)) is None:
-                if pool.cut:  # not by this loop: by another's cancel, or a server that was not ready; sent again until it is
-                    await asyncio.sleep(0.1)
+                if pool.cut:  # not by this loop; sent again until they come back whole
+                    await parts.before_sending_again()
                     dispatch()
                 done, _ = await asyncio.wait(in_flight, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:

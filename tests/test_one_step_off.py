@@ -389,6 +389,9 @@ def test_groups_come_back_one_by_one_and_those_that_were_cut_go_on(idle: Any) ->
     assert [group["place"].tolist() for group in groups] == [[0, 1], [-1, 2], [-1, -1]]
     assert [group["size"].tolist() for group in groups] == [[3, 3], [0, 3], [0, 0]]
     assert again["place"].tolist() == [-1, 0] and again["size"].tolist() == [0, 1]
+    own = batch_of([[1]], batch_size=7).with_columns(index=[5])  # names that others use, as verl does
+    mine = manager.generate_sequences(own)
+    assert mine["index"].tolist() == [5] and mine.meta_info["batch_size"] == 7 and mine["place"].tolist() == [0]
     late = OneStepOffAgentLoopManager(workers, timeout_s=1)
     with pytest.raises(TimeoutError, match=r"worker 1 with 2 samples \(s0, s1\) did not answer within 1 s"):
         asyncio.run(_await(lambda: late.generate_groups([fresh_one, batch_of([[1], [2]], sampling_params={"waits": True})])[1]))

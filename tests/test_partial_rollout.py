@@ -594,6 +594,8 @@ def test_single_turn_agent_is_never_cut() -> None:
     assert run(Answers(([97, 256], False)), {}, kind=SingleTurnAgentLoop).stop_reason == "stop"
     with pytest.raises(RuntimeError, match=r"cancelled after 1 tokens.*partial_single_turn_agent"):
         run(Answers(([97], True)), {}, kind=SingleTurnAgentLoop)
+    with pytest.raises(RuntimeError, match=r"sent back untouched: .* other weights than param_version=\d+, which must"):
+        run(Answers(([], True)), {}, kind=SingleTurnAgentLoop)
 
 
 def test_the_registry_knows_loops_by_name() -> None:
@@ -1294,6 +1296,25 @@ def test_the_examples_in_the_docstrings_run() -> None:
     """The docstrings of partial_rollout say what it does."""
     result = doctest.testmod(partial_rollout)
     assert result.attempted >= 2 and not result.failed
+
+
+def test_the_file_works_as_a_part_of_a_package(tmp_path: Path) -> None:
+    """Under another name, too: the engine's process, which is a new Python, finds what the server means."""
+    package = tmp_path / "theirs" / "rl"
+    package.mkdir(parents=True)
+    shutil.copy(partial_rollout.__file__, package / "seam.py")
+    with no_engine(), pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        from theirs.rl import seam
+
+        server = seam.VLLMServer("model")
+        program = (
+            "from vllm.utils.import_utils import resolve_obj_by_qualname\n"
+            f"print(resolve_obj_by_qualname({server.engine.args['worker_extension_cls']!r}))"
+        )
+        env = dict(os.environ)
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "<class 'theirs.rl.seam.WorkerExtension'>\n", done.stderr
 
 
 def test_the_file_works_alone(tmp_path: Path) -> None:

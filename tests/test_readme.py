@@ -113,6 +113,7 @@ def test_the_example_for_verl_pads_as_verl_does() -> None:
             "response_ids": pack([[8], [9, 10, 11]], np.int32),
             "response_mask": pack([[1], [1, 1, 1]], np.int8),
             "response_logprobs": pack([[-0.5], [-1.0, -2.0, -3.0]], np.float32),
+            "group": ["step0-0", "step0-1"],
         }
     )
     batch = {name: tensor.tolist() for name, tensor in space["to_verl"](rollouts, 0).items()}
@@ -123,6 +124,7 @@ def test_the_example_for_verl_pads_as_verl_does() -> None:
     assert batch["response_mask"] == [[1, 0, 0], [1, 1, 1]]
     assert batch["rollout_log_probs"] == [[-0.5, 0, 0], [-1, -2, -3]]
     assert torch.is_tensor(space["to_verl"](rollouts, 0)["prompts"])
+    assert batch["uid"] == ["step0-0", "step0-1"], "verl compares the responses that have the same"
 
 
 # ---- Commands, flags, links, messages --------------------------------------------------------------------------------

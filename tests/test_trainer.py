@@ -326,6 +326,8 @@ def test_an_incomplete_group_is_refused() -> None:
         compute_grpo_advantages([1, 0, 0, 1, 0], [0, 0, 0, 1, 1], group_size=3)
     with pytest.raises(ValueError, match="group 0 has 2 of 3 responses"):
         measuring(tiny_llama(), group_size=3).update(random_batch(0))
+    with pytest.raises(ValueError, match="group 0 has 4 responses, and not 2: do two prompts share the label"):
+        compute_grpo_advantages([1, 0, 0, 1], [0, 0, 0, 0], group_size=2)
 
 
 # ---- 2. Micro-batches ------------------------------------------------------------------------------------------------
@@ -1093,8 +1095,8 @@ class Play:
         self.pending[t] = asyncio.ensure_future(self.generation(t))
         return self.pending[t]
 
-    def generate_groups(self, numbers: list[int]) -> list[asyncio.Future]:
-        return [self.generate(t) for t in numbers]
+    def generate_groups(self, groups: list[Any]) -> list[asyncio.Future]:
+        return [self.generate(getattr(group, "t", group)) for group in groups]
 
     async def cancel(self) -> None:
         self.events.append(f"cancel {self.param_version}")
@@ -1311,6 +1313,54 @@ def test_the_next_batch_is_generated_while_training_goes_on() -> None:
         play = Overlapping()
         asyncio.run(fit(play.parts()))
         assert play.staleness == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("fit", "expected"), [(fit_sync, [0, 0, 0]), (fit_one_step_off, [0, 1, 1]), (fit_one_ahead, [0, 1, 1])]
+)
+def test_rollouts_may_be_a_coroutine(fit: Callable, expected: list[int]) -> None:
+    """It starts when the loop next waits, which is when training begins; one that fails ends it, as a task would."""
+    play = Play()
+    parts = play.parts(generate=play.generation, generate_groups=lambda numbers: [play.generation(t) for t in numbers])
+    asyncio.run(fit(parts))
+    assert play.staleness == expected
+
+    def update(rollouts: Any) -> None:
+        raise FloatingPointError("not finite")
+
+    play = Play()
+    play.update = update
+    parts = play.parts(generate=play.generation, generate_groups=lambda numbers: [play.generation(t) for t in numbers])
+    with pytest.raises(FloatingPointError, match="not finite"):
+        asyncio.run(fit(parts))
+
+
+def test_groups_that_never_get_through_are_told_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Servers with other weights send everything back: the loop goes on asking, and says so every ten seconds."""
+
+    class Deaf(Play):
+        asked = 0
+
+        async def generation(self, t: int) -> Any:
+            self.asked += 1
+            rollouts = await super().generation(t)
+            return Cut(**vars(rollouts)) if self.asked < 250 else rollouts
+
+    class Cut(Rollouts):
+        def __getitem__(self, column: str) -> list[str]:
+            return {"stop_reason": ["abort"]}[column]  # a list will do, as it does in other batches
+
+    play, wait, waits = Deaf(), asyncio.sleep, []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        await wait(0)
+
+    monkeypatch.setattr(module.asyncio, "sleep", sleep)
+    asyncio.run(fit_one_ahead(play.parts()))
+    said = [record.message for record in caplog.records]
+    assert play.staleness == [0, 1, 1] and 100 <= waits.count(0.1) < 250
+    assert len(said) == waits.count(0.1) // 100 and all("weights of another version than 0?" in line for line in said)
 
 
 @pytest.mark.parametrize("fit", [fit_one_step_off, fit_one_ahead])
