@@ -33,7 +33,6 @@ import contextlib
 import copy
 import functools
 import gc
-import heapq
 import logging
 import math
 import mmap
@@ -228,6 +227,32 @@ def all_finite(logprobs: Sequence[float]) -> bool:
         return math.isfinite(sum(logprobs))
     except TypeError:
         return False
+
+
+def uniform_noise(seeds: Any, positions: Any) -> Any:
+    """One number in (0, 1) for each (seed, position): the splitmix64 finaliser, twice. Arrays (n,) to float64 (n,)."""
+    import numpy as np
+
+    def mix(x: Any) -> Any:
+        x = x + np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+    bits = mix(mix(np.asarray(seeds).astype(np.uint64)) ^ np.asarray(positions).astype(np.uint64))
+    return ((bits >> np.uint64(32)).astype(np.float64) + 0.5) / 2.0**32
+
+
+def inverse_cdf(probs: Any, u: Any) -> Any:
+    """The token at which the cumulated probabilities pass u. probs (n, vocabulary), u (n,) float64; returns (n,) int64.
+
+    In float64, since the sum of 50,000 float32 probabilities would shift the boundaries. A token of probability zero is never
+    picked.
+    """
+    import torch
+
+    cumulated = probs.cumsum(dim=-1, dtype=torch.float64)
+    return torch.searchsorted(cumulated, (u * cumulated[:, -1]).unsqueeze(1)).squeeze(1)
 
 
 # ---- Agent loops: what happens to one sample -------------------------------------------------------------------------
@@ -452,7 +477,8 @@ class LLMServerManager:
 
 
 def _needs_engine(method: Callable) -> Callable:
-    """For a coroutine of VLLMServer: where the engine turns out to be dead, an actor may end, to be started again."""
+    """Decorator of VLLMServer's coroutines: where the engine is dead, and `exit_when_dead` says so, this process ends, and Ray
+    starts the actor again."""
 
     @functools.wraps(method)
     async def call(self: VLLMServer, *args: Any, **kwargs: Any) -> Any:
@@ -502,8 +528,9 @@ class VLLMServer:
             raise ValueError("speculative_config: a drafted token is not drawn with the noise of its position; leave it out")
         # Read when vLLM is imported, here and in the engine's own process, which must find this file too.
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        # The engine has a process of its own either way; with "1" a CPU engine would have one more, for its only worker.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if engine_args.get("tensor_parallel_size", 1) == 1 else "1"
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # what WorkerExtension reaches into
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # WorkerExtension reaches into V1
         root = Path(__file__).resolve().parents[__name__.count(".")]  # of the package, where this file is part of one
         os.environ["PYTHONPATH"] = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
         if (engine_args.get("weight_transfer_config") or {}).get("backend") == "ipc":
@@ -571,21 +598,6 @@ class VLLMServer:
             # beside the engine it would hold up the next step, which made a step of fit_sync a tenth longer.
             await self.engine.collective_rpc("pin", args=(list(self.cores),))
         return (await self.engine.collective_rpc("describe"))[0]
-
-    async def _exit_with_engine(self) -> None:
-        while not self.engine.errored:  # noqa: ASYNC110  (vLLM tells no one)
-            await asyncio.sleep(1)
-        os._exit(1)  # what it was asked at that moment is never answered, and would hold the door
-
-    @_needs_engine
-    async def ping(self) -> bool:
-        """Answers if the engine does, between two of its steps: whether requests wait here for weights."""
-        await self.engine.collective_rpc("describe")
-        return not self._has_weights.is_set()
-
-    async def sleep_for_ever(self) -> None:
-        """Never answers: the call fails when this actor dies, and so tells of its death."""
-        await asyncio.get_running_loop().create_future()
 
     async def _install_sampler(self) -> None:
         if not self._sampler_installed:
@@ -687,21 +699,6 @@ class VLLMServer:
             if outputs is not None:
                 await self.engine.abort(outputs.request_id, internal=True)
             raise
-
-    def _begin(self) -> None:
-        if self._in_flight == 0:
-            self._busy_since = (time.time(), self.param_version)
-        self._in_flight += 1
-
-    def _end(self) -> None:
-        self._in_flight -= 1
-        if self._in_flight == 0:
-            start, param_version = self._busy_since
-            self._busy.append((start, time.time(), param_version))
-
-    async def busy_spans(self) -> list[tuple[float, float, int]]:
-        """(start, end, param_version) of each period with requests in flight, in seconds of time.time()."""
-        return list(self._busy)
 
     async def _take_one(self, put_in: Callable[[], Any]) -> Any:
         async with self._door:
@@ -815,6 +812,34 @@ class VLLMServer:
         async with self._door:
             await self._reset_prefix_cache()
 
+    async def _close(self, reason: str) -> None:
+        self._closed_by.add(reason)
+        for batch in list(self._batches):
+            for request in self._begin_batch(batch).values():
+                self._send_back(request)
+        if self._in_flight or not self._paused:
+            await self._pause("abort")
+
+    async def _pause(self, mode: str) -> None:
+        self._paused = True  # first: a pause that fails half-way may have paused
+        # What pause_generation does, without the 0.02 s that it then sleeps, so that outputs are there before it returns: here
+        # they are waited for anyway.
+        await self.engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
+
+    async def _go_on(self) -> None:
+        if self._paused and not self._closed_by:
+            await self.engine.resume_generation()
+            self._paused = False
+
+    async def _reset_prefix_cache(self, tries: int = 20, pause_s: float = 0.05) -> None:
+        for _ in range(tries):
+            if await self.engine.reset_prefix_cache():
+                return
+            await asyncio.sleep(pause_s)  # blocks of a request that just ended may not be free yet
+        raise RuntimeError("vLLM refused to clear its prefix cache while requests run; a stale cache must not be used")
+
+    # -- weights
+
     @_needs_engine
     async def update_weights(self, weights: Any, param_version: int) -> None:
         """Takes new weights and the version they have. `weights` are the bytes of a safetensors file, as any buffer, or the
@@ -858,31 +883,37 @@ class VLLMServer:
 
         await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
 
-    async def _close(self, reason: str) -> None:
-        self._closed_by.add(reason)
-        for batch in list(self._batches):
-            for request in self._begin_batch(batch).values():
-                self._send_back(request)
-        if self._in_flight or not self._paused:
-            await self._pause("abort")
+    # -- for those who watch over it
 
-    async def _pause(self, mode: str) -> None:
-        self._paused = True  # first: a pause that fails half-way may have paused
-        # What pause_generation does, without the 0.02 s that it then sleeps, so that outputs are there before it returns: here
-        # they are waited for anyway.
-        await self.engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
+    @_needs_engine
+    async def ping(self) -> bool:
+        """Answers if the engine does, between two of its steps: whether requests wait here for weights."""
+        await self.engine.collective_rpc("describe")
+        return not self._has_weights.is_set()
 
-    async def _go_on(self) -> None:
-        if self._paused and not self._closed_by:
-            await self.engine.resume_generation()
-            self._paused = False
+    async def sleep_for_ever(self) -> None:
+        """Never answers: the call fails when this actor dies, and so tells of its death."""
+        await asyncio.get_running_loop().create_future()
 
-    async def _reset_prefix_cache(self, tries: int = 20, pause_s: float = 0.05) -> None:
-        for _ in range(tries):
-            if await self.engine.reset_prefix_cache():
-                return
-            await asyncio.sleep(pause_s)  # blocks of a request that just ended may not be free yet
-        raise RuntimeError("vLLM refused to clear its prefix cache while requests run; a stale cache must not be used")
+    async def _exit_with_engine(self) -> None:
+        while not self.engine.errored:  # noqa: ASYNC110  (vLLM tells no one)
+            await asyncio.sleep(1)
+        os._exit(1)  # what it was asked at that moment is never answered, and would hold the door
+
+    async def busy_spans(self) -> list[tuple[float, float, int]]:
+        """(start, end, param_version) of each period with requests in flight, in seconds of time.time()."""
+        return list(self._busy)
+
+    def _begin(self) -> None:
+        if self._in_flight == 0:
+            self._busy_since = (time.time(), self.param_version)
+        self._in_flight += 1
+
+    def _end(self) -> None:
+        self._in_flight -= 1
+        if self._in_flight == 0:
+            start, param_version = self._busy_since
+            self._busy.append((start, time.time(), param_version))
 
     async def shutdown(self) -> None:
         """Ends the engine's process. It has nothing to save, so it has a second to leave by itself; vLLM would give it five."""
@@ -905,7 +936,7 @@ class LogprobTable:
 
         self.path, self.width = path, width
         self.values = np.asarray(np.memmap(path, np.float32, "r+", shape=(self.rows, width)))
-        self._free = range(self.rows)
+        self._free: list[int] = []  # of those, whoever created the table hands out rows
 
     @classmethod
     def create(cls, width: int) -> LogprobTable:
@@ -913,19 +944,19 @@ class LogprobTable:
         file = os.memfd_create("logprobs")
         table = cls(f"/proc/{os.getpid()}/fd/{file}", width)
         weakref.finalize(table, os.close, file)
-        table._free = list(table._free)  # a heap: the lowest are used first
+        table._free = list(range(cls.rows))[::-1]  # a stack with 0 on top: what was in use is used again, so memory stays small
         return table
 
     def take_row(self, start: int, n: int | None = None) -> int:
         """The number of a row that no one else has, for the tokens at positions start .. start + n - 1, or to its end."""
-        row = heapq.heappop(self._free)
+        row = self._free.pop()
         # Seam: what is never written must not pass for 0, which would be certain, nor for what another request left here.
         self.values[row, start : None if n is None else start + n] = math.nan
         return row
 
     def give_row(self, row: int) -> None:
         """Gives a row back."""
-        heapq.heappush(self._free, row)
+        self._free.append(row)
 
     def read(self, row: int, start: int, n: int) -> list[float]:
         """Those of the tokens at positions start .. start + n - 1."""
@@ -965,8 +996,12 @@ class WorkerExtension:
                 os.kill(engine, signal.SIGKILL)  # its other children end with it, this process too
 
             threading.Thread(target=follow, daemon=True).start()
-        # The lock of tqdm's progress bars is a semaphore with a name, a file in /dev/shm. In use it needs the name no more, and
-        # whoever is killed cannot take it away.
+        self._unlink_tqdm_lock()
+
+    @staticmethod
+    def _unlink_tqdm_lock() -> None:
+        """The lock of tqdm's progress bars is a semaphore with a name, a file in /dev/shm. In use it needs the name no more,
+        and whoever is killed cannot take it away."""
         from multiprocessing.synchronize import SemLock
 
         from tqdm.std import TqdmDefaultWriteLock
@@ -1072,32 +1107,6 @@ def pin_process(cores: Sequence[int]) -> None:
     """Keeps every thread that this process has, and will have, on `cores`."""
     for thread in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(thread), cores)
-
-
-def uniform_noise(seeds: Any, positions: Any) -> Any:
-    """One number in (0, 1) for each (seed, position): the splitmix64 finaliser, twice. Arrays (n,) to float64 (n,)."""
-    import numpy as np
-
-    def mix(x: Any) -> Any:
-        x = x + np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return x ^ (x >> np.uint64(31))
-
-    bits = mix(mix(np.asarray(seeds).astype(np.uint64)) ^ np.asarray(positions).astype(np.uint64))
-    return ((bits >> np.uint64(32)).astype(np.float64) + 0.5) / 2.0**32
-
-
-def inverse_cdf(probs: Any, u: Any) -> Any:
-    """The token at which the cumulated probabilities pass u. probs (n, vocabulary), u (n,) float64; returns (n,) int64.
-
-    In float64, since the sum of 50,000 float32 probabilities would shift the boundaries. A token of probability zero is never
-    picked.
-    """
-    import torch
-
-    cumulated = probs.cumsum(dim=-1, dtype=torch.float64)
-    return torch.searchsorted(cumulated, (u * cumulated[:, -1]).unsqueeze(1)).squeeze(1)
 
 
 # ---- See it: a toy engine, cut at every place ------------------------------------------------------------------------

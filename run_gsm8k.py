@@ -13,6 +13,9 @@ better but the reward, and within 20 steps it thinks before it answers. The poli
 A run writes runs/<name>/: metrics.jsonl (a line per step), summary.json, samples.jsonl, curve.png, timeline.json (open it in
 Perfetto), timeline.png, checkpoints/, config.json.
 
+To read it: `Config`, the reward, `make_prompts` and `Run`, whose generate, score, sync and log are what the loops in trainer.py
+call. The rest is devices, processes that die, the pocket policy, pictures and the command line; skip it at first.
+
 Left out, and where verl does it (commit b178a3c): configuration files (verl/trainer/config/), other data sets
 (examples/data_preprocess/).
 
@@ -48,7 +51,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal
@@ -74,9 +77,10 @@ class UsageError(Exception):
 # ---- Every knob ------------------------------------------------------------------------------------------------------
 
 
-def knob(default: Any, group: str, help: str, alone: Any = None) -> Any:
-    """A field of Config, with what --help says of it, and the value of the flag when it stands alone."""
-    return dataclasses.field(default=default, metadata={"group": group, "help": help, "alone": alone})
+def knob(default: Any, group: str, help: str, *, least: int | None = None, alone: Any = None) -> Any:
+    """A field of Config, with what --help says of it, the least that it may be (a float must be above 0 without it), and the
+    value of the flag when it stands alone."""
+    return dataclasses.field(default=default, metadata={"group": group, "help": help, "least": least, "alone": alone})
 
 
 def flag(name: str) -> str:
@@ -95,66 +99,76 @@ class Config:
     data: str = knob("", "what", 'folder with GSM8K\'s train.jsonl and test.jsonl, "gsm8k" (downloads them), or "pocket"')
     mode: L["one-step-off", "sync", "partial"] = knob("one-step-off", "what", "which of the loops in trainer.py")
     compare: int = knob(
-        0, "what", "run all three loops, N seeds each (alone: 1), one after the other, and draw them in one picture", alone=1
+        0,
+        "what",
+        "run all three loops, N seeds each (alone: 1), one after the other, and draw them in one picture",
+        least=0,
+        alone=1,
     )
-    seed: int = knob(0, "what", "of problems, sampling and everything else; the same seed gives the same run")
-    steps: int = knob(20, "what", "updates of the policy")
+    seed: int = knob(0, "what", "of problems, sampling and everything else; the same seed gives the same run", least=0)
+    steps: int = knob(20, "what", "updates of the policy", least=1)
 
-    batch_size: int = knob(16, "training", "prompts per step")
-    group_size: int = knob(8, "training", "responses per prompt, at least 2")
+    batch_size: int = knob(16, "training", "prompts per step", least=1)
+    group_size: int = knob(8, "training", "responses per prompt, at least 2", least=2)
     learning_rate: float = knob(3e-4, "training", "of AdamW, constant")
-    clip_low: float = knob(0.2, "training", "the ratio's gradient stops below 1 - clip_low")
-    clip_high: float = knob(0.2, "training", "the ratio's gradient stops above 1 + clip_high")
+    clip_low: float = knob(0.2, "training", "PPO's ratio is clipped below 1 - clip_low")
+    clip_high: float = knob(0.2, "training", "PPO's ratio is clipped above 1 + clip_high")
     importance: L["bypass", "decoupled"] = knob(
         "bypass", "training", "ratio against the sampler's log-probs, or recomputed ones"
     )
     loss_aggregation: L["token-mean", "dr-grpo"] = knob("token-mean", "training", "mean over tokens, or sum / response_length")
     normalize_by_std: bool = knob(True, "training", "divide advantages by their group's standard deviation")
-    num_mini_batches: int = knob(1, "training", "optimiser steps per batch")
-    kl_coef: float = knob(0.0, "training", "weight of the KL to the initial policy; 0 loads no reference")
+    num_mini_batches: int = knob(1, "training", "optimiser steps per batch", least=1)
+    kl_coef: float = knob(0.0, "training", "weight of the KL to the initial policy; 0 loads no reference", least=0)
     max_grad_norm: float = knob(1.0, "training", "gradients are clipped to this norm")
-    micro_batch_tokens: int = knob(8192, "training", "tokens, padding included, that pass the model at once (memory)")
+    micro_batch_tokens: int = knob(8192, "training", "tokens, padding included, that pass the model at once (memory)", least=1)
     gradient_checkpointing: bool = knob(False, "training", "recompute activations: less memory, more time")
     attn_implementation: L["auto", "sdpa", "eager"] = knob(
         "auto", "training", "as in transformers; eager trains a very small model faster in bfloat16 on a CPU"
     )
 
-    max_staleness: int = knob(1, "rollouts", "partial mode: versions between a prompt's start and its training, at most")
+    max_staleness: int = knob(
+        1, "rollouts", "partial mode: versions between a prompt's start and its training, at most", least=0
+    )
     temperature: float = knob(1.0, "rollouts", "of sampling, above 0")
-    response_length: int = knob(320, "rollouts", "most tokens of a response")
-    prompt_length: int = knob(512, "rollouts", "most tokens of a prompt")
+    response_length: int = knob(320, "rollouts", "most tokens of a response", least=1)
+    prompt_length: int = knob(512, "rollouts", "most tokens of a prompt", least=1)
     dtype: L["float32", "bfloat16"] = knob("float32", "rollouts", "of the weights, in training and rollouts")
-    max_num_seqs: int = knob(256, "rollouts", "sequences that an engine decodes at once")
-    kv_cache_mb: int = knob(512, "rollouts", "key-value cache of an engine on a CPU, MiB")
+    max_num_seqs: int = knob(256, "rollouts", "sequences that an engine decodes at once", least=1)
+    kv_cache_mb: int = knob(512, "rollouts", "key-value cache of an engine on a CPU, MiB", least=16)
     timeout_s: float = knob(1800.0, "rollouts", "a batch, or the start, that takes longer ends the run, seconds")
     server_timeout_s: float = knob(60.0, "rollouts", "a server that is silent for longer is killed and started again, seconds")
 
-    rollout_servers: int = knob(1, "machines", "vLLM engines")
-    tensor_parallel_size: int = knob(1, "machines", "GPUs (or processes on a CPU) that share the weights of one engine")
-    workers: int = knob(1, "machines", "Ray actors that run the agent loops")
+    rollout_servers: int = knob(1, "machines", "vLLM engines", least=1)
+    tensor_parallel_size: int = knob(
+        1, "machines", "GPUs (or processes on a CPU) that share the weights of one engine", least=1
+    )
+    workers: int = knob(1, "machines", "Ray actors that run the agent loops", least=1)
     colocate: bool = knob(
         False, "machines", "sync mode on one GPU: the server sleeps, without its weights, while training goes on"
     )
     gpu_memory_utilization: float = knob(
-        0.0,
-        "machines",
-        "share of a GPU's memory for an engine; 0 chooses: 0.9 alone, 0.4 beside a trainer, 0.6 by turns with it",
+        0.0, "machines", "share of a GPU for an engine; 0: 0.9, beside a trainer 0.4, by turns 0.6", least=0
     )
-    trainer_workers: int = knob(1, "machines", "processes that train together, by PyTorch's FSDP2; 1: no process group")
+    trainer_workers: int = knob(
+        1, "machines", "processes that train together, by PyTorch's FSDP2; 1: no process group", least=1
+    )
     ray_address: str = knob(
         "", "machines", "HOST:PORT of a Ray cluster, or auto; by default Ray is started on this machine alone"
     )
 
-    eval_problems: int = knob(256, "evaluation", "held-out problems, answered greedily before and after; 0: none")
+    eval_problems: int = knob(256, "evaluation", "held-out problems, answered greedily before and after; 0: none", least=0)
     eval_only: bool = knob(False, "evaluation", "answer --eval-problems of the test set greedily, print the accuracy, and stop")
-    eval_every: int = knob(0, "evaluation", "also every so many steps; 0: only before and after")
+    eval_every: int = knob(0, "evaluation", "also every so many steps; 0: only before and after", least=0)
     reward: L["strict", "flexible"] = knob("strict", "evaluation", "the one number after the last ####, or the last number")
-    format_score: float = knob(0.0, "evaluation", "reward of a wrong number after ####, below 1; no part of the accuracy")
+    format_score: float = knob(
+        0.0, "evaluation", "reward of a wrong number after ####, below 1; no part of the accuracy", least=0
+    )
 
     out: str = knob("runs", "output", "folder of all runs")
     name: str = knob("", "output", "folder of this run in --out; default: date, time, preset, mode and seed")
-    save_every: int = knob(10, "output", "steps between checkpoints; 0: only the final policy")
-    keep: int = knob(2, "output", "checkpoints kept")
+    save_every: int = knob(10, "output", "steps between checkpoints; 0: only the final policy", least=0)
+    keep: int = knob(2, "output", "checkpoints kept", least=1)
     resume: bool = knob(False, "output", "go on with the run --name from its newest complete checkpoint, or with a comparison")
     report_to: L["none", "tensorboard", "wandb"] = knob("none", "output", "send the metrics there as well, if it is installed")
     build_pocket: bool = knob(False, "output", f"make {POCKET.name}/ again (about 40 minutes) and stop")
@@ -373,6 +387,12 @@ def make_prompts(problems: Sequence[Problem], prefix: str, group_size: int, run_
 # ---- The run ---------------------------------------------------------------------------------------------------------
 
 
+# Of servers and workers. One that dies is started again by Ray, but not for ever: then it has a reason that a restart does not
+# mend. A cancel must not wait behind the requests. And without task events, notes of each call for Ray's dashboard, a call
+# costs a quarter less.
+ACTOR_OPTIONS = {"max_restarts": 3, "max_concurrency": 2**16, "enable_task_events": False}
+
+
 class Run:
     """One run from start to summary. `start` brings everything up, `fit` trains, `close` takes everything down."""
 
@@ -382,11 +402,13 @@ class Run:
         self.started = time.perf_counter()
         self.rows: list[dict[str, Any]] = []
         self.seconds_before = 0.0  # of the launches that this one resumes
+        self.trains = not config.eval_only
         self.actors: list[Any] = []
+        self.manager: Any = None
+        self.trainer: Any = None
+        self.first_rollouts: Any = None
         self.temporary = ""
         self.tmpdir: str | None = None  # what the environment said before
-        self.syncing = asyncio.Lock()  # held while weights go out
-        self.transfer: GPUTransfer | None = None
         self.locked: int | None = None  # an open file, while this run has its folder for itself
         check_ray_address(config.ray_address)
         check_temporary_folder(config.ray_address)
@@ -394,8 +416,7 @@ class Run:
         self.problems = load_problems(config.data)
         name = config.name or time.strftime(f"%Y%m%d-%H%M%S-{config.preset}-{config.mode}-seed{config.seed}")
         self.folder = Path(config.out) / name
-        if self.folder.exists() and not config.resume and any(self.folder.iterdir()):
-            raise UsageError(f"{self.folder} exists already: choose another --name, or go on with it by --resume")
+        check_folder(config, self.folder)
         parent = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
         if not (parent.is_dir() and os.access(parent, os.W_OK)):
             raise UsageError(
@@ -428,8 +449,7 @@ class Run:
             self._lock_folder()
             if not config.resume and any(folder.iterdir()):
                 raise UsageError(f"{folder} exists already: another run has made it meanwhile; choose another --name")
-            saved = dataclasses.asdict(config) | {"resume": False}
-            write_whole(folder / "config.json", json.dumps(saved, indent=1) + "\n")
+            save_config(config, folder)
         except OSError as error:
             raise UsageError(f"cannot write to {folder} ({error.strerror}): choose another folder with --out") from error
 
@@ -451,129 +471,147 @@ class Run:
         Raises UsageError where a look at the model, or at the prompts through its tokenizer, shows what cannot work; only
         after that is anything written.
         """
+        config, plan = self.config, self.plan
         # Ray starts in this thread, since the kernel ends its processes with the thread that started them.
         looking = ThreadPoolExecutor(1).submit(self._look_at_model)
+        self._start_ray()
+        own_cores = plan.device == "cpu" and not config.ray_address
+        trainer_cores, rollout_cores = split_cores() if own_cores else (None, None)
+        more_trainers = config.trainer_workers - 1 if self.trains else 0
+        places = reserve([plan.trainer] * more_trainers + [plan.server] * config.rollout_servers)
+        names = self._start_servers(places[more_trainers:], rollout_cores)
+        # Once: Ray would print a page for each that it tries again.
+        ready = [server.ready.options(max_task_retries=0).remote() for server in self.servers.actors]
+        looking.result()
+        if self.trains:
+            self._make_folder()
+        from trainer import Timeline
+
+        self.timeline = Timeline()
+        if plan.shared:
+            self._answers(ready)  # vLLM measures what is free on the GPU: what others take meanwhile it would count as its own
+        if self.trains:
+            self._start_trainer(places[:more_trainers], trainer_cores)
+            self._load_first_rollouts()
+        workers = self._start_workers(names)  # last: until here the cores were busy with what takes longest, the import of vLLM
+        devices = self._answers(ready)
+        self._answers([worker.ready.remote() for worker in workers])
+        if self.trains:
+            if plan.device != "cpu":
+                self.servers.transfer = GPUTransfer(self.servers.actors, self.trainer, plan, config.tensor_parallel_size)
+            parameters = sum(p.numel() for p in self.trainer.model.parameters())
+            say(f"policy     {self.source}, {parameters / 1e6:.1f} million parameters, {config.dtype}")
+            together = f", {config.trainer_workers} processes together" if config.trainer_workers > 1 else ""
+            say(f"training   {plan.device}{_cores(trainer_cores)}{together}")
+        for i, found in enumerate(devices):
+            cores = found["cores"] if plan.device == "cpu" else None
+            say(f"rollouts   vLLM server {i} on {found['device']}{_cores(cores)}")
+
+    def _start_ray(self) -> None:
         adopt_orphans()
         self.temporary = tempfile.mkdtemp(prefix="ray-")
-        # What vLLM leaves behind when it is killed, sockets most of all, goes with this folder; what torch compiles is to stay,
-        # where torch keeps it.
-        try:
-            user = getpass.getuser()
-        except (KeyError, OSError):  # a container may run under a number that has no name
-            user = str(os.getuid())
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{user}")
+        # From here on TMPDIR is this run's own folder, so that the sockets of killed engines go with it. What torch compiles
+        # must outlive the run: its cache stays where torch keeps it.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{user_name()}")
         self.tmpdir, os.environ["TMPDIR"] = os.environ.get("TMPDIR"), self.temporary
-        start_ray(
-            self.config,
-            self.temporary,
-            hide_gpus=int(self.plan.device != "cpu" and not self.plan.shared and not self.config.eval_only),
-        )
-        if self.config.ray_address and self.plan.device != "cpu" and not self.config.eval_only:
+        a_gpu_for_the_trainer = self.plan.device != "cpu" and self.trains
+        start_ray(self.config, self.temporary, hide_gpus=int(a_gpu_for_the_trainer and not self.plan.shared))
+        if self.config.ray_address and a_gpu_for_the_trainer:
             check_first_gpu(count_gpus())
+
+    def _start_servers(self, places: list[dict[str, Any]], cores: list[int] | None) -> list[str]:
+        """Starts them, and returns the names by which workers find them."""
         import ray
 
-        from one_step_off import AgentLoopWorker, OneStepOffAgentLoopManager
         from partial_rollout import VLLMServer
 
-        config, source, plan = self.config, self.source, self.plan
-        on_cpu = plan.device == "cpu"
-        trainer_cores, rollout_cores = split_cores() if on_cpu and not config.ray_address else (None, None)
-        more_trainers = 0 if config.eval_only else config.trainer_workers - 1
-        places = reserve([plan.trainer] * more_trainers + [plan.server] * config.rollout_servers)
-        # An actor that dies is started again by Ray, which then sends its requests again, with the tokens they came with.
-        options = {"max_concurrency": 2**16, "max_restarts": MAX_RESTARTS}  # a cancel must not wait behind the requests
-        options["enable_task_events"] = False  # a note of each call for Ray's dashboard: a quarter of what a call costs
-        server_actor = ray.remote(max_task_retries=-1, **options)(VLLMServer)
-        names = [f"{self.folder.name}-{uuid4().hex}-server-{rank}" for rank in range(config.rollout_servers)]
-        self.servers = [
-            server_actor.options(name=name, **places.pop()).remote(
-                source,
+        config, n = self.config, len(places)
+        # Ray sends the requests of one that died again, with the tokens they came with.
+        actor = ray.remote(max_task_retries=-1, **ACTOR_OPTIONS)(VLLMServer)
+        names = [f"{self.folder.name}-{uuid4().hex}-server-{rank}" for rank in range(n)]
+        servers = [
+            actor.options(name=name, **place).remote(
+                self.source,
                 seed=config.seed,
                 rank=rank,
-                cores=rollout_cores and (rollout_cores[rank :: config.rollout_servers] or rollout_cores[-1:]),
+                cores=cores and share(cores, rank, n),
                 dtype=config.dtype,
                 max_model_len=self.lengths["max_model_len"],
                 max_num_seqs=config.max_num_seqs,
                 block_size=32,
                 tensor_parallel_size=config.tensor_parallel_size,
                 exit_when_dead=True,
-                wait_for_weights=_never if config.eval_only else was_restarted,
-                **plan.engine_args,
+                wait_for_weights=was_restarted if self.trains else lambda: False,
+                **self.plan.engine_args,
             )
-            for rank, name in enumerate(names)
+            for rank, (name, place) in enumerate(zip(names, places, strict=True))
         ]
-        self.actors = list(self.servers)
-        looking.result()
-        if not config.eval_only:
-            self._make_folder()
+        self.actors += servers
+        self.servers = Servers(servers, config.timeout_s, config.server_timeout_s)
+        return names
+
+    def _start_workers(self, names: list[str]) -> list[Any]:
+        import ray
+
+        from one_step_off import AgentLoopWorker, OneStepOffAgentLoopManager
+
+        loop = "partial_single_turn_agent" if self.config.mode == "partial" else "single_turn_agent"
+        make_loop = functools.partial(make_agent_loop, loop, self.source, names, self.eos_token_ids, self.lengths)
+        actor = ray.remote(num_cpus=0, scheduling_strategy="SPREAD", **ACTOR_OPTIONS)(AgentLoopWorker)
+        workers = [actor.remote(make_loop) for _ in range(self.config.workers)]
+        self.actors += workers
+        self.manager = OneStepOffAgentLoopManager(workers, self.servers.actors, timeout_s=self.config.timeout_s)
+        return workers
+
+    def _start_trainer(self, places: list[dict[str, Any]], cores: list[int] | None) -> None:
+        """The one in this process, and a worker in each of `places`."""
         import torch
 
-        from trainer import Timeline
-
-        if on_cpu:
-            mine = split_cores()[0][:: config.trainer_workers]
+        device, world_size = self.plan.device, len(places) + 1
+        if device == "cpu":
+            mine = share(split_cores()[0], 0, world_size)
             torch.set_num_threads(len(mine))
-            if trainer_cores:
+            if cores:
                 os.sched_setaffinity(0, mine)
-        self.timeline, self.trainer = Timeline(), None
-        if not config.eval_only:
-            self._make_trainer(plan.device, trainer_cores, places)
-
-        # The workers come last: until here the cores were busy with what takes longest, the import of vLLM.
-        loop = "partial_single_turn_agent" if config.mode == "partial" else "single_turn_agent"
-        make_loop = functools.partial(make_agent_loop, loop, source, names, self.eos_token_ids, self.lengths)
-        worker_actor = ray.remote(num_cpus=0, scheduling_strategy="SPREAD", **options)(AgentLoopWorker)
-        workers = [worker_actor.remote(make_loop) for _ in range(config.workers)]
-        self.actors += workers
-        self.manager = OneStepOffAgentLoopManager(workers, self.servers, timeout_s=config.timeout_s)
-        try:
-            # Once: Ray would print a page for each that it tries again.
-            ready = [server.ready.options(max_task_retries=0).remote() for server in self.servers]
-            devices = ray.get(ready, timeout=config.timeout_s)
-            ray.get([worker.ready.remote() for worker in workers], timeout=config.timeout_s)
-        except ray.exceptions.GetTimeoutError:
-            raise TimeoutError(f"servers and workers were not up within {config.timeout_s:g} s: raise --timeout-s") from None
-        if self.trainer and not on_cpu:
-            self.transfer = GPUTransfer(self.servers, self.trainer, plan, config.tensor_parallel_size)
-        if self.trainer:
-            parameters = sum(p.numel() for p in self.trainer.model.parameters())
-            say(f"policy     {source}, {parameters / 1e6:.1f} million parameters, {config.dtype}")
-            together = f", {config.trainer_workers} processes together" if config.trainer_workers > 1 else ""
-            say(f"training   {plan.device}{_cores(trainer_cores)}{together}")
-        for i, found in enumerate(devices):
-            say(f"rollouts   vLLM server {i} on {found['device']}{_cores(found['cores'] if on_cpu else None)}")
-
-    def _make_trainer(self, device: str, cores: list[int] | None, places: list[dict[str, Any]]) -> None:
-        from one_step_off import RolloutBatch
-
-        make, world_size = functools.partial(make_trainer, self.config, self.source, self.resume_from, device), len(places) + 1
+        make = functools.partial(make_trainer, self.config, self.source, self.resume_from, device)
         if world_size == 1:
             self.trainer = make()
-        else:
-            import ray
+            return
+        import ray
 
-            here = f"tcp://{ray.util.get_node_ip_address()}:{free_port()}"  # reachable from other machines
-            meeting_point = here if self.config.ray_address else f"file://{self.temporary}/trainers"
-            actor = ray.remote(TrainerWorker)
-            workers = []
-            for rank, place in enumerate(places, start=1):
-                mine = cores and (cores[rank::world_size] or [cores[rank % len(cores)]])
-                workers.append(actor.options(**place).remote(make, meeting_point, rank, world_size, device, mine))
-            self.actors += workers
-            ready = [worker.ready.remote() for worker in workers]
-            joining = ThreadPoolExecutor(1).submit(join_process_group, meeting_point, 0, world_size, device)
-            while not joining.done():  # one that fails on the way would be waited for in vain
-                for rank, call in enumerate(ready, start=1):
-                    with contextlib.suppress(ray.exceptions.GetTimeoutError):
-                        _answer_of(rank, call, timeout=0.1)
-            joining.result()
-            self.trainer = ShardedTrainer(make(), workers)
-        self.first_rollouts = None
-        if self.resume_from:
-            waiting = self.resume_from / "trainer" / "rollouts.npz"  # there are none at the end of a run
-            if waiting.exists():
-                self.first_rollouts = RolloutBatch.load(waiting)
-                self.first_rollouts.meta_info["timing"] = {"generate_s": 0.0}  # in this launch
+        here = f"tcp://{ray.util.get_node_ip_address()}:{free_port()}"  # reachable from other machines
+        meeting_point = here if self.config.ray_address else f"file://{self.temporary}/trainers"
+        actor, workers = ray.remote(TrainerWorker), []
+        for rank, place in enumerate(places, start=1):
+            theirs = cores and share(cores, rank, world_size)
+            workers.append(actor.options(**place).remote(make, meeting_point, rank, world_size, device, theirs))
+        self.actors += workers
+        ready = [worker.ready.remote() for worker in workers]
+        joining = ThreadPoolExecutor(1).submit(join_process_group, meeting_point, 0, world_size, device)
+        while not joining.done():  # a worker that fails before it joins would leave this process waiting for it
+            for rank, call in enumerate(ready, start=1):
+                with contextlib.suppress(ray.exceptions.GetTimeoutError):
+                    _answer_of(rank, call, timeout=0.1)
+        joining.result()
+        self.trainer = ShardedTrainer(make(), workers)
+
+    def _load_first_rollouts(self) -> None:
+        """Those that a checkpoint has brought; at the end of a run there are none."""
+        from one_step_off import RolloutBatch
+
+        waiting = self.resume_from and self.resume_from / "trainer" / "rollouts.npz"
+        if waiting and waiting.exists():
+            self.first_rollouts = RolloutBatch.load(waiting)
+            self.first_rollouts.meta_info["timing"] = {"generate_s": 0.0}  # in this launch
+
+    def _answers(self, calls: list[Any]) -> list[Any]:
+        import ray
+
+        try:
+            return ray.get(calls, timeout=self.config.timeout_s)
+        except ray.exceptions.GetTimeoutError:
+            limit = f"{self.config.timeout_s:g} s"
+            raise TimeoutError(f"servers and workers were not up within {limit}: raise --timeout-s") from None
 
     # -- what the loops call
 
@@ -581,15 +619,20 @@ class Run:
         """Starts batch t on the workers, at once."""
         config = self.config
         if config.colocate and t == self.first_step and self.first_rollouts is not None:
+            # A checkpoint has brought them; but the sync has woken the server, which is to sleep while this process trains.
             return asyncio.ensure_future(self._then_sleep(asyncio.sleep(0, self.first_rollouts)))
-        problems = self.problems.train(config.seed, t * config.batch_size, config.batch_size)
-        prompts = make_prompts(problems, f"step{t}", config.group_size, config.seed, temperature=config.temperature)
+        prompts = self._prompts(t)
         prompts.meta_info["param_version"] = version = self.trainer.param_version
         rollouts, start = self.manager.generate_sequences_async(prompts), time.perf_counter()
         rollouts.add_done_callback(
             lambda _: self.timeline.add("rollouts", f"generate {t}", start, time.perf_counter(), version)
         )
         return asyncio.ensure_future(self._then_sleep(rollouts)) if config.colocate else rollouts
+
+    def _prompts(self, t: int) -> Any:
+        config = self.config
+        problems = self.problems.train(config.seed, t * config.batch_size, config.batch_size)
+        return make_prompts(problems, f"step{t}", config.group_size, config.seed, temperature=config.temperature)
 
     async def _then_sleep(self, rollouts: Awaitable[Any]) -> Any:
         result = await rollouts
@@ -598,11 +641,9 @@ class Run:
 
     def group(self, number: int) -> Any:
         """The prompts of one group: row by row those that `generate` makes of the same problem."""
-        config = self.config
-        t, place = divmod(number, config.batch_size)
-        problems = self.problems.train(config.seed, t * config.batch_size, config.batch_size)
-        prompts = make_prompts(problems, f"step{t}", config.group_size, config.seed, temperature=config.temperature)
-        return prompts[place * config.group_size : (place + 1) * config.group_size]
+        t, place = divmod(number, self.config.batch_size)
+        size = self.config.group_size
+        return self._prompts(t)[place * size : (place + 1) * size]
 
     def generate_groups(self, groups: Sequence[Any]) -> list[Awaitable[Any]]:
         """Starts each of the groups, or resumes it, at the version that the servers have."""
@@ -627,89 +668,16 @@ class Run:
         return rollouts.with_columns(text=texts, rewards=rewards)
 
     async def sync(self) -> None:
-        """The trainer's weights go out once, and all servers take them at once: from Ray's object store, or GPU to GPU."""
-        import numpy as np
-        import ray
+        """All servers get the trainer's weights and its version."""
+        if self.config.colocate:
+            import torch
 
-        async with self.syncing:
-            if self.config.colocate:
-                import torch
+            self.trainer.optimizer.zero_grad()  # else the gradients would keep their memory until the next step
+            torch.cuda.empty_cache()  # nothing, without a GPU
+            await self.manager.wake_up()
+        await self.servers.update(self.trainer)
 
-                self.trainer.optimizer.zero_grad()  # else the gradients would keep their memory until the next step
-                torch.cuda.empty_cache()  # nothing, without a GPU
-                await self.manager.wake_up()
-            self.weights_version = self.trainer.param_version
-            self.weights = ray.put(np.frombuffer(self.trainer.weights(), np.uint8))
-            if self.transfer is not None:  # what was put is then for a server that has to be started again
-                await asyncio.wait_for(asyncio.to_thread(self.transfer.send, self.weights_version), self.config.timeout_s)
-            else:
-                await asyncio.gather(*[s.update_weights.remote(self.weights, self.weights_version) for s in self.servers])
-
-    async def look_after(self, i: int) -> None:
-        """Watches server i for ever. When it has died, Ray starts it again, and it gets the current weights."""
-        from ray.exceptions import OutOfMemoryError, RayActorError
-
-        try:
-            while True:
-                await self._until_it_dies(i)
-                back = False
-                while not back:
-                    back = await self._bring_back(i)
-                say(f"vLLM server {i} was started again, and has the weights of version {self.weights_version}")
-        except (RayActorError, OutOfMemoryError):
-            pass  # once too often: those who wait for its answers hear of it
-
-    async def _until_it_dies(self, i: int, period_s: float = 2.0) -> None:
-        """Returns when server i has died, of which a call that it never answers tells: that fails at once, unless it came while
-        the server was being started. If it is silent it is killed. Only a server that was up gets a ping: one that is being
-        started would let it wait, and not hang."""
-        server, limit_s = self.servers[i], self.config.server_timeout_s
-        death = asyncio.wrap_future(server.sleep_for_ever.options(max_task_retries=0).remote().future())
-        ping = death
-        try:
-            while not death.done():
-                ping = asyncio.wrap_future(server.ping.options(max_task_retries=0).remote().future())
-                await asyncio.wait({death, ping}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-                if not ping.done() and not death.done():
-                    return self._kill(i, f"did not answer within {limit_s:g} s (if it is only slow, raise --server-timeout-s)")
-                if ping.done() and not ping.exception() and ping.result():
-                    return None  # it has died and is up again, both unseen, and waits for weights
-                await asyncio.wait({death}, timeout=period_s)
-        finally:
-            death.cancel()
-            ping.cancel()
-            await asyncio.gather(death, ping, return_exceptions=True)
-
-    async def _bring_back(self, i: int) -> bool:
-        """Waits until server i is up and gives it the weights, unless a sync that was going on has. False if that fails."""
-        from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
-
-        server, limit_s = self.servers[i], self.config.server_timeout_s
-        self.transfer = None  # its group has lost a member: from now on weights go through the object store
-        try:
-            await asyncio.wait_for(server.ready.remote(), self.config.timeout_s)
-            async with self.syncing:
-                if await asyncio.wait_for(server.ping.remote(), limit_s):
-                    # Where this is given up Ray must not send it again: it would overtake a later sync.
-                    update = server.update_weights.options(max_task_retries=0)
-                    await asyncio.wait_for(update.remote(self.weights, self.weights_version), limit_s)
-        except ActorUnavailableError:  # it died once more
-            return False
-        except (RayActorError, OutOfMemoryError):
-            raise
-        except Exception as error:  # its requests would wait for the weights until --timeout-s
-            why = [line for line in str(error).splitlines() if line.strip()] or [f"did not answer within {limit_s:g} s"]
-            self._kill(i, f"cannot be brought back ({why[-1].strip()})")
-            return False
-        return True
-
-    def _kill(self, i: int, why: str) -> None:
-        import ray
-
-        say(f"vLLM server {i} {why}; it is killed and started again")
-        ray.kill(self.servers[i], no_restart=False)
-
-    async def held_out(self) -> dict[str, float]:
+    async def measure_accuracy(self) -> dict[str, float]:
         """Held-out problems, answered greedily by the policy in the servers: the share that is right, and that has a number
         after ####."""
         prompts = self.test_prompts[:]
@@ -732,7 +700,7 @@ class Run:
 
     async def evaluate_only(self) -> None:
         """Prints what the policy can do as it is."""
-        figures, n = await self.held_out(), len(self.test_prompts)
+        figures, n = await self.measure_accuracy(), len(self.test_prompts)
         low, high = wilson_interval(round(figures["accuracy"] * n), n)
         within = f"95 % confidence: {low:.3f} to {high:.3f}"
         say(f"held-out accuracy  {figures['accuracy']:.3f} of {n} problems, greedy ({within})")
@@ -743,7 +711,7 @@ class Run:
         every = self.config.eval_every
         if not (every and t and t % every == 0):
             return {}
-        return {f"eval/{name}": value for name, value in (await self.held_out()).items()}
+        return {f"eval/{name}": value for name, value in (await self.measure_accuracy()).items()}
 
     def checkpoint(self, t: int, rollouts: Any) -> None:
         """Saves at every save_every-th step; the last one is saved by `fit`, when it is over."""
@@ -773,7 +741,7 @@ class Run:
                 sample = {"step": t, "uid": str(rollouts["uid"][i]), "question": rollouts["raw_prompt"][i][0]["content"]}
                 sample |= {"response": str(rollouts["text"][i]), "ground_truth": str(rollouts["ground_truth"][i])}
                 file.write(json.dumps(sample | {"reward": float(rollouts["rewards"][i])}) + "\n")
-        self.bar.step(row)
+        show_step(self.bar, row)
 
     # -- from start to end
 
@@ -801,25 +769,23 @@ class Run:
             log=self.log,
             timeline=self.timeline,
         )
-        watching = [asyncio.ensure_future(self.look_after(i)) for i in range(len(self.servers))]
-        try:
+        async with self.servers.watched():
             return await self._fit(parts)
-        finally:
-            for task in watching:
-                task.cancel()
-            await asyncio.gather(*watching, return_exceptions=True)
 
     async def _fit(self, parts: Parts) -> dict[str, Any]:
+        from tqdm import tqdm
+
         import trainer as loops
 
         config = self.config
         await self.sync()
         before = self.read_before()
         if before is None and config.eval_problems and not self.first_step:
-            before = await self.held_out()
+            before = await self.measure_accuracy()
             write_whole(self.folder / "before.json", json.dumps(before | self._measured()))
             say(f"before     {before['accuracy']:.3f} of {len(self.test_prompts)} held-out problems answered correctly")
-        self.bar = Progress(config.steps, self.first_step)
+        options = {"unit": "step", "dynamic_ncols": True, "disable": not sys.stdout.isatty()}
+        self.bar = tqdm(total=config.steps, initial=self.first_step, **options)
         self.tracker = Tracker(config.report_to, self.folder, config)
         first_step_at = time.perf_counter() - self.started
         partial = functools.partial(loops.fit_partial, batch_size=config.batch_size, max_staleness=config.max_staleness)
@@ -837,7 +803,7 @@ class Run:
         after = None
         if config.eval_problems:
             await self.sync()
-            after = await self.held_out()
+            after = await self.measure_accuracy()
         await self._add_servers_to_timeline()
         self.save_timeline()
         return {"before": before, "after": after, "fit_s": seconds, "first_step_s": first_step_at}
@@ -849,7 +815,7 @@ class Run:
 
     async def _add_servers_to_timeline(self) -> None:
         """A lane for each server, by its own clock, in place of the lane `rollouts`, which is what this process saw."""
-        busy = await asyncio.gather(*[server.busy_spans.remote() for server in self.servers])
+        busy = await asyncio.gather(*[server.busy_spans.remote() for server in self.servers.actors])
         seen = [span for span in self.timeline.spans if span[0] == "rollouts"]
         self.timeline.spans = [span for span in self.timeline.spans if span[0] != "rollouts"]
         clocks_apart = time.perf_counter() - time.time()
@@ -879,7 +845,7 @@ class Run:
             for actor in self.actors:
                 ray.kill(actor)
             self.actors = []
-            if hasattr(self, "manager"):
+            if self.manager is not None:
                 self.manager.close()
             ray.shutdown()
         if self.temporary:
@@ -891,6 +857,125 @@ class Run:
         if self.locked is not None:
             os.close(self.locked)
             self.locked = None
+
+
+class Servers:
+    """The vLLM servers of a run: they take the trainer's weights all at once, and one that died takes them when it is back."""
+
+    def __init__(self, actors: Sequence[Any], timeout_s: float, server_timeout_s: float) -> None:
+        self.actors, self.timeout_s, self.server_timeout_s = list(actors), timeout_s, server_timeout_s
+        self.transfer: GPUTransfer | None = None  # None: through Ray's object store
+        self.weights: Any = None  # in the object store, as of the last update,
+        self.version = 0  # and the version that they have
+        self.updating = asyncio.Lock()  # held while weights go out
+
+    async def update(self, trainer: Any) -> None:
+        """The weights go out once, and all servers take them: from Ray's object store, or GPU to GPU."""
+        import numpy as np
+        import ray
+
+        async with self.updating:
+            self.version = trainer.param_version
+            self.weights = ray.put(np.frombuffer(trainer.weights(), np.uint8))
+            if self.transfer is not None:  # what was put serves a server that has to be started again
+                await asyncio.wait_for(asyncio.to_thread(self.transfer.send, self.version), self.timeout_s)
+            else:
+                await asyncio.gather(*[server.update_weights.remote(self.weights, self.version) for server in self.actors])
+
+    @contextlib.asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Within it each of them is watched. When one has died, Ray starts it again, and it gets the current weights."""
+        watching = [asyncio.ensure_future(self._look_after(i)) for i in range(len(self.actors))]
+        try:
+            yield
+        finally:
+            for task in watching:
+                task.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)
+
+    async def _look_after(self, i: int) -> None:
+        from ray.exceptions import OutOfMemoryError, RayActorError
+
+        try:
+            while True:
+                await self._until_it_dies(i)
+                back = False
+                while not back:
+                    back = await self._bring_back(i)
+                say(f"vLLM server {i} was started again, and has the weights of version {self.version}")
+        except (RayActorError, OutOfMemoryError):
+            pass  # it died once too often: whoever waits for its answers gets the same error
+
+    async def _until_it_dies(self, i: int, period_s: float = 2.0) -> None:
+        """Returns when server i has died.
+
+        A call that is never answered, `sleep_for_ever`, fails at that moment. One case it misses: made while the server was
+        being started again, it waits on the new one; that one then says, when it is pinged, that it waits for weights. A server
+        that leaves a ping unanswered for --server-timeout-s is killed. (Only one that was up is pinged: one that is being
+        started does not answer either.)
+        """
+        server, limit_s = self.actors[i], self.server_timeout_s
+        death = asyncio.wrap_future(server.sleep_for_ever.options(max_task_retries=0).remote().future())
+        ping = death
+        try:
+            while not death.done():
+                ping = asyncio.wrap_future(server.ping.options(max_task_retries=0).remote().future())
+                await asyncio.wait({death, ping}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+                if not ping.done() and not death.done():
+                    return self._kill(i, f"did not answer within {limit_s:g} s (if it is only slow, raise --server-timeout-s)")
+                if ping.done() and not ping.exception() and ping.result():
+                    return None
+                await asyncio.wait({death}, timeout=period_s)
+        finally:
+            death.cancel()
+            ping.cancel()
+            await asyncio.gather(death, ping, return_exceptions=True)
+
+    async def _bring_back(self, i: int) -> bool:
+        """Waits until server i is up, and gives it the current weights unless an update has done so meanwhile. False where it
+        died again or had to be killed: then once more."""
+        from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
+
+        server, limit_s = self.actors[i], self.server_timeout_s
+        self.transfer = None  # its group has lost a member: from now on weights go through the object store
+        try:
+            await asyncio.wait_for(server.ready.remote(), self.timeout_s)
+            async with self.updating:
+                if await asyncio.wait_for(server.ping.remote(), limit_s):
+                    # Where this is given up Ray must not send it again: it would overtake a later update.
+                    update = server.update_weights.options(max_task_retries=0)
+                    await asyncio.wait_for(update.remote(self.weights, self.version), limit_s)
+        except ActorUnavailableError:  # it died once more
+            return False
+        except (RayActorError, OutOfMemoryError):
+            raise
+        except Exception as error:  # its requests would wait for the weights until --timeout-s
+            why = [line for line in str(error).splitlines() if line.strip()] or [f"did not answer within {limit_s:g} s"]
+            self._kill(i, f"cannot be brought back ({why[-1].strip()})")
+            return False
+        return True
+
+    def _kill(self, i: int, why: str) -> None:
+        import ray
+
+        say(f"vLLM server {i} {why}; it is killed and started again")
+        ray.kill(self.actors[i], no_restart=False)
+
+
+def check_folder(config: Config, folder: Path) -> None:
+    """Raises UsageError for a folder that has files of another run."""
+    if folder.exists() and not config.resume and any(folder.iterdir()):
+        raise UsageError(f"{folder} exists already: choose another --name, or go on with it by --resume")
+
+
+def save_config(config: Config, folder: Path) -> None:
+    """What `--resume` reads."""
+    write_whole(folder / "config.json", json.dumps(dataclasses.asdict(config) | {"resume": False}, indent=1) + "\n")
+
+
+def resume_flags(config: Config, folder: Path) -> str:
+    """As one would type them."""
+    return shlex.join(["--out", config.out, "--name", os.path.relpath(folder, config.out), "--resume"])
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -928,7 +1013,6 @@ def quiet_libraries(verbose: bool) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads steal the cores of whoever else works
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if not verbose:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -955,6 +1039,11 @@ def split_cores() -> tuple[list[int], list[int]]:
     return cores[:half], cores[half:] or cores
 
 
+def share(cores: Sequence[int], rank: int, n: int) -> list[int]:
+    """Which of `cores` the process `rank` of n gets; where they are too few, one that others have as well."""
+    return list(cores[rank::n]) or [cores[rank % len(cores)]]
+
+
 def make_agent_loop(loop: str, model: str, servers: list[str], eos_token_ids: list[int], lengths: dict[str, int]) -> Any:
     """Called inside each AgentLoopWorker: an agent loop with its own tokenizer and its own view of the servers, by name."""
     import ray
@@ -965,6 +1054,14 @@ def make_agent_loop(loop: str, model: str, servers: list[str], eos_token_ids: li
     tokenizer = AutoTokenizer.from_pretrained(model)
     manager = LLMServerManager([ray.get_actor(name) for name in servers])
     return get_agent_loop(loop)(manager, tokenizer, eos_token_ids=eos_token_ids, **lengths)
+
+
+def user_name() -> str:
+    """As torch has it in the name of its cache."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container may run under a number that has no name
+        return str(os.getuid())
 
 
 def adopt_orphans() -> None:
@@ -995,18 +1092,11 @@ def kill_descendants(patience_s: float = 10) -> None:
         psutil.wait_procs(left, timeout=1)  # its children are ours now
 
 
-MAX_RESTARTS = 3  # of each server and worker; one that dies more often has a reason that a restart does not mend
-
-
 def was_restarted() -> bool:
     """Whether Ray has started the actor that asks once more."""
     import ray
 
     return bool(ray.get_runtime_context().was_current_actor_reconstructed)
-
-
-def _never() -> bool:
-    return False
 
 
 def check_model_path(model: str) -> None:
@@ -1050,16 +1140,15 @@ def load_tokenizer(model: str) -> tuple[Any, list[int]]:
         generation = GenerationConfig.from_pretrained(model)
     except OSError:
         generation = GenerationConfig()  # a model need not come with one
-    found = {i for source in (config, generation, tokenizer) for i in _as_list(source.eos_token_id)}
+    found: set[int] = set()
+    for source in (config, generation, tokenizer):
+        ids = source.eos_token_id  # none, one or several
+        found.update(ids if isinstance(ids, (list, tuple)) else [] if ids is None else [ids])
     if not found:
         raise UsageError(f"{model} names no end-of-sequence token, so no response could end: set eos_token_id in its config")
     if tokenizer.chat_template is None:
         raise UsageError(f"{model} has no chat template, so a prompt has no form: use a chat or instruct model")
     return tokenizer, sorted(found)
-
-
-def _as_list(value: Any) -> list[int]:
-    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def model_lengths(model: str, config: Config) -> dict[str, int]:
@@ -1402,7 +1491,8 @@ class GPUTransfer:
     """Weights from the trainer's GPU to the servers', by vLLM's own weight transfer (vLLM 0.32): over NCCL, or by CUDA IPC
     where they share one.
 
-    vLLM's trainer side sends, and tells the inference side what comes through a client with these four methods.
+    vLLM's trainer side sends, and says through its client what the servers must do meanwhile: that client is this object, with
+    its last four methods. (vLLM's own, for Ray, gives all servers the same rank, and knows of no param_version.)
     """
 
     def __init__(self, servers: Sequence[Any], trainer: Any, plan: Plan, tensor_parallel_size: int) -> None:
@@ -1449,7 +1539,7 @@ class GPUTransfer:
         import ray
 
         try:
-            # Not sent again where a server dies on the way: once it is started again it is in no group.
+            # No retry: a server that was started again is in no group of NCCL's.
             calls = [server.update_weights.options(max_task_retries=0) for server in self.servers]
             ray.get([call.remote(update_info, self.version) for call in calls])
         except BaseException:
@@ -1665,34 +1755,20 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-class Progress:
-    """A progress bar on a terminal, a line per step elsewhere."""
-
-    def __init__(self, steps: int, done: int) -> None:
-        from tqdm import tqdm
-
-        self.steps = steps
-        self.bar = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True) if sys.stdout.isatty() else None
-
-    def step(self, row: dict[str, float]) -> None:
-        """One more step is done."""
-        figures = {
-            "reward": f"{row['reward']:.2f}",
-            "length": f"{row['response_length/mean']:.0f}",
-            "staleness": f"{row['staleness/mean']:.0f}",
-            "tokens/s": f"{row['time/tokens_per_s']:.0f}",
-        }
-        if self.bar is not None:
-            self.bar.set_postfix(figures, refresh=False)
-            self.bar.update()
-        else:
-            shown = "  ".join(f"{name} {value}" for name, value in figures.items())
-            say(f"step {row['step'] + 1:>4}/{self.steps}  {row['time/step_s']:5.1f} s  {shown}")
-
-    def close(self) -> None:
-        """Leaves the terminal as it was."""
-        if self.bar is not None:
-            self.bar.close()
+def show_step(bar: Any, row: Mapping[str, float]) -> None:
+    """One more step is done: in tqdm's `bar`, or on a line where there is no terminal for it."""
+    figures = {
+        "reward": f"{row['reward']:.2f}",
+        "length": f"{row['response_length/mean']:.0f}",
+        "staleness": f"{row['staleness/mean']:.0f}",
+        "tokens/s": f"{row['time/tokens_per_s']:.0f}",
+    }
+    if bar.disable:
+        shown = "  ".join(f"{name} {value}" for name, value in figures.items())
+        say(f"step {row['step'] + 1:>4}/{bar.total}  {row['time/step_s']:5.1f} s  {shown}")
+    else:
+        bar.set_postfix(figures, refresh=False)
+        bar.update()
 
 
 class Tracker:
@@ -1724,12 +1800,10 @@ DARK = {"#0072B2", "#009E73", "#D55E00"}  # those that white letters can be read
 
 def draw_curve(rows: Sequence[dict[str, float]], path: Path) -> None:
     """Reward and response length against steps and against seconds."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    axes = figure.subplots(1, 2)
     seconds = list(itertools.accumulate(row["time/step_s"] for row in rows))  # without what a second launch took to start
     for axis, xs, label in (
         (axes[0], [row["step"] + 1 for row in rows], "update"),
@@ -1745,22 +1819,6 @@ def draw_curve(rows: Sequence[dict[str, float]], path: Path) -> None:
         axis.grid(alpha=0.3)
         axis.legend(loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.1, frameon=False)
     figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
-def read_timeline(path: Path) -> Timeline:
-    """A timeline.json as the spans and marks that it was written from."""
-    from trainer import Timeline
-
-    events = json.loads(path.read_text())["traceEvents"]
-    timeline = Timeline(zero=0.0)
-    for event in events:
-        start, end = event.get("ts", 0) / 1e6, (event.get("ts", 0) + event.get("dur", 0)) / 1e6
-        if event["ph"] == "X":
-            timeline.add(event["cat"], event["name"], start, end, event["args"]["param_version"])
-        elif event["ph"] == "i":
-            timeline.marks.append((event["name"], start))
-    return timeline
 
 
 def draw_timelines(timelines: Mapping[str, Timeline], path: Path, seconds: float = 24) -> None:
@@ -1768,10 +1826,7 @@ def draw_timelines(timelines: Mapping[str, Timeline], path: Path, seconds: float
 
     A dark band is a sync of weights; a cross a cancel, at which every response in flight is cut.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
 
     def training(line: Timeline) -> tuple[float, float]:
         spans = [span for span in line.spans if span[0] == "trainer" and span[1] != "save"] or line.spans
@@ -1781,9 +1836,8 @@ def draw_timelines(timelines: Mapping[str, Timeline], path: Path, seconds: float
     seconds = min(seconds, max(end - start for start, end in map(training, timelines.values())))
     lanes = {title: sorted({span[0] for span in line.spans} - {"sync"}) for title, line in timelines.items()}
     heights = [len(names) + 0.8 for names in lanes.values()]
-    figure, axes = plt.subplots(
-        len(timelines), figsize=(10, 0.6 + 0.65 * sum(heights)), height_ratios=heights, layout="constrained", squeeze=False
-    )
+    figure = Figure(figsize=(10, 0.6 + 0.65 * sum(heights)), layout="constrained")
+    axes = figure.subplots(len(timelines), height_ratios=heights, squeeze=False)
     for axis, (title, line) in zip(axes[:, 0], timelines.items(), strict=True):
         start = sum(training(line)) / 2 - seconds / 2
         rows = {lane: len(lanes[title]) - 1 - i for i, lane in enumerate(lanes[title])}
@@ -1811,7 +1865,6 @@ def draw_timelines(timelines: Mapping[str, Timeline], path: Path, seconds: float
         "seconds, in the middle of training   (colour: version of the policy at work; dark band: sync; ×: cancel)"
     )
     figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 def draw_comparison(runs: Mapping[tuple[str, int], Sequence[dict[str, float]]], path: Path) -> None:
@@ -1819,13 +1872,11 @@ def draw_comparison(runs: Mapping[tuple[str, int], Sequence[dict[str, float]]], 
 
     `runs` maps (mode, seed) to the rows of metrics.jsonl.
     """
-    import matplotlib
     import numpy as np
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained", sharey=True)
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
     for i, mode in enumerate(dict.fromkeys(mode for mode, _ in runs)):
         mine = [rows for (name, _), rows in runs.items() if name == mode]
         rewards = [np.array([row["reward"] for row in rows]) for rows in mine]
@@ -1846,7 +1897,6 @@ def draw_comparison(runs: Mapping[tuple[str, int], Sequence[dict[str, float]]], 
         axis.grid(alpha=0.3)
     axes[1].legend(loc="lower right", frameon=False, title=f"{seeds} seeds each, and their mean" if seeds > 1 else None)
     figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 def summarize(run: Run, result: dict[str, Any]) -> None:
@@ -1905,7 +1955,7 @@ def describe_failure(run: Run, error: Exception) -> str:
             line += "; --verbose shows its traceback"
         else:
             file = run.folder / "error.txt"
-            file.write_text("".join(traceback.format_exception(error)) + "".join(f"\n{said}" for said in engine))
+            file.write_text("".join(traceback.format_exception(error)) + "".join(f"\n{text}" for text in engine))
             line += f"; traceback in {file}"
     except OSError:
         pass
@@ -1917,8 +1967,7 @@ def describe_failure(run: Run, error: Exception) -> str:
         argv = [arg for arg, same in zip(to_argv(again), to_argv(preset), strict=True) if arg != same]
         return f"{line}; lower --learning-rate, and start from the newest checkpoint with {shlex.join(argv)}"
     if run.checkpoints.is_dir() and any(run.checkpoints.glob("step_*")):
-        argv = ["--out", config.out, "--name", os.path.relpath(run.folder, config.out), "--resume"]
-        line += f"; go on from the newest checkpoint with {shlex.join(argv)}"
+        line += f"; go on from the newest checkpoint with {resume_flags(config, run.folder)}"
     return line
 
 
@@ -1926,7 +1975,8 @@ def describe_failure(run: Run, error: Exception) -> str:
 
 
 def end_with_parent(libc: ctypes.CDLL) -> None:
-    """For a process that was just forked: it gets a SIGTERM when its parent is killed."""
+    """For a process that was just forked: it gets a SIGTERM when its parent is killed. `libc` is loaded before the fork, since
+    between that and its own program a process should load nothing."""
     pr_set_pdeathsig = 1
     libc.prctl(pr_set_pdeathsig, signal.SIGTERM)
 
@@ -1938,10 +1988,11 @@ def compare(config: Config, heard: Callable[[], None]) -> None:
     a run does, and SystemExit where a run fails; calls `heard` when interrupted.
     """
     folder = Path(config.out) / (config.name or time.strftime(f"%Y%m%d-%H%M%S-{config.preset}-compare"))
-    if folder.exists() and not config.resume and any(folder.iterdir()):
-        raise UsageError(f"{folder} exists already: choose another --name, or go on with it by --resume")
+    check_folder(config, folder)
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "config.json", json.dumps(dataclasses.asdict(config) | {"resume": False}, indent=1) + "\n")
+    save_config(config, folder)
+    from trainer import Timeline
+
     libc = ctypes.CDLL(None)
     todo = [(mode, config.seed + i) for i in range(config.compare) for mode in ("sync", "one-step-off", "partial")]
     for number, (mode, seed) in enumerate(todo, start=1):
@@ -1966,14 +2017,14 @@ def compare(config: Config, heard: Callable[[], None]) -> None:
             raise
         if status:
             how = f"status {status}" if status > 0 else f"signal {-status}"
-            argv = ["--out", config.out, "--name", os.path.relpath(folder, config.out), "--resume"]
-            print(f"error: run {name} ended with {how}; go on with {shlex.join(argv)}", file=sys.stderr)
+            print(f"error: run {name} ended with {how}; go on with {resume_flags(config, folder)}", file=sys.stderr)
             raise SystemExit(status if status > 0 else 1)
     runs = {(mode, seed): folder / f"{mode}-{seed}" for mode, seed in todo}
     rows = {key: [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()] for key, path in runs.items()}
     draw_comparison(rows, folder / "compare.png")
     first = [(mode, seed) for mode, seed in todo if seed == config.seed]
-    draw_timelines({mode: read_timeline(runs[mode, seed] / "timeline.json") for mode, seed in first}, folder / "timelines.png")
+    timelines = {mode: Timeline.load(runs[mode, seed] / "timeline.json") for mode, seed in first}
+    draw_timelines(timelines, folder / "timelines.png")
     names = "mode", "seed", "before", "after", "s a step", "s of training", "overlap", "staleness", "at most", "partial"
     say("\n| " + " | ".join(names) + " |\n|" + "---|" * len(names))
     for mode, seed in sorted(todo, key=lambda key: todo.index((key[0], config.seed))):
@@ -2004,26 +2055,23 @@ def parse_config(argv: Sequence[str]) -> tuple[Config, str]:
         description="Teach a language model to reason by GRPO, with rollouts on vLLM and Ray.",
         epilog="; ".join(f"[...] with preset {name}: {_shown(preset)}" for name, preset in PRESETS.items()),
         formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=30, width=118),
+        argument_default=argparse.SUPPRESS,  # so that what was not given is not there
     )
-    types = get_type_hints(Config)
-    groups: dict[str, Any] = {}
-    for f in dataclasses.fields(Config):
-        group = groups.setdefault(f.metadata["group"], parser.add_argument_group(f.metadata["group"]))
+    types, fields = get_type_hints(Config), dataclasses.fields(Config)
+    groups = {name: parser.add_argument_group(name) for name in dict.fromkeys(f.metadata["group"] for f in fields)}
+    for f in fields:
         kind = types[f.name]
-        shown = "" if f.default in ("", False) or f.metadata["alone"] else f" [{f.default}]"
+        options: dict[str, Any] = {"help": f.metadata["help"] + ("" if f.default in ("", False) else f" [{f.default}]")}
         if kind is bool:
-            group.add_argument(
-                flag(f.name), action=argparse.BooleanOptionalAction, default=None, help=f.metadata["help"] + shown
-            )
+            options["action"] = argparse.BooleanOptionalAction
+        elif choices := get_args(kind):
+            options["choices"] = choices
         else:
-            choices = get_args(kind) or None
-            kind = str if choices else kind
-            metavar = None if choices else {int: "N", float: "X", str: "TEXT"}[kind]
-            more = {"nargs": "?", "const": f.metadata["alone"]} if f.metadata["alone"] is not None else {}
-            group.add_argument(
-                flag(f.name), type=kind, choices=choices, metavar=metavar, default=None, help=f.metadata["help"] + shown, **more
-            )
-    given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+            options |= {"type": kind, "metavar": {int: "N", float: "X", str: "TEXT"}[kind]}
+        if f.metadata["alone"] is not None:
+            options |= {"nargs": "?", "const": f.metadata["alone"]}
+        groups[f.metadata["group"]].add_argument(flag(f.name), **options)
+    given = vars(parser.parse_args(argv))
     for name in ("model", "data"):  # a folder by its full name: Ray's workers are elsewhere, and a run is resumed from anywhere
         if given.get(name) and Path(given[name]).is_dir() and (name, given[name]) != ("data", "pocket"):
             given[name] = str(Path(given[name]).resolve())
@@ -2069,12 +2117,13 @@ def read_saved_config(given: Mapping[str, Any]) -> dict[str, Any]:
             raise UsageError(f"{flag(name)} {given[name]}: {begun}; leave {flag(name)} out, or start anew")
     if bool(given.get("compare", saved["compare"])) != bool(saved["compare"]):
         raise UsageError(f"--compare: {folder} is one run; leave --compare out, or start anew")
-    for name in ("max_staleness", "steps", "prompt_length", "response_length") if saved["mode"] == "partial" else ():
+    if saved["mode"] == "partial":
         # Groups under way were admitted for the bounds that it had: some could not be trained in time, or would be twice, or
         # would be too long.
-        if given.get(name, saved[name]) < saved[name]:
-            begun = f"{folder} was begun with {saved[name]}"
-            raise UsageError(f"{flag(name)} {given[name]}: {begun}; give no less, or start anew")
+        for name in ("max_staleness", "steps", "prompt_length", "response_length"):
+            if given.get(name, saved[name]) < saved[name]:
+                begun = f"{folder} was begun with {saved[name]}"
+                raise UsageError(f"{flag(name)} {given[name]}: {begun}; give no less, or start anew")
     return saved | {"out": out}  # the folder itself may have moved, too
 
 
@@ -2091,27 +2140,17 @@ def to_argv(config: Config) -> list[str]:
 
 def check_config(config: Config) -> None:
     """Raises UsageError for a value that cannot work, with what would."""
-    at_least = {
-        "steps": 1, "batch_size": 1, "group_size": 2, "num_mini_batches": 1, "micro_batch_tokens": 1, "response_length": 1,
-        "prompt_length": 1, "rollout_servers": 1, "tensor_parallel_size": 1, "workers": 1, "trainer_workers": 1,
-        "max_num_seqs": 1, "kv_cache_mb": 16, "eval_problems": 0,
-        "eval_every": 0, "save_every": 0, "keep": 1, "kl_coef": 0, "seed": 0,
-        "max_staleness": 0, "compare": 0,
-    }  # fmt: skip
     if not config.model:
         raise UsageError(
             f"--preset {config.preset} has no model of its own: give a Hugging Face folder or a hub name with --model"
         )
-    for name, least in at_least.items():
-        value = getattr(config, name)
-        if value < least:
-            raise UsageError(f"{flag(name)} {value}: give at least {least}")
-    for name in ("learning_rate", "temperature", "max_grad_norm", "clip_low", "clip_high", "timeout_s", "server_timeout_s"):
-        value = getattr(config, name)
-        if not (value > 0 and math.isfinite(value)):
-            raise UsageError(f"{flag(name)} {value}: give a number above 0")
-    if not math.isfinite(config.kl_coef):
-        raise UsageError(f"--kl-coef {config.kl_coef}: give a finite number, 0 or above")
+    for f in dataclasses.fields(config):
+        value, least = getattr(config, f.name), f.metadata["least"]
+        if least is not None and not least <= value < math.inf:
+            what = f"at least {least}" if math.isfinite(value) else f"a finite number, {least} or above"
+            raise UsageError(f"{flag(f.name)} {value}: give {what}")
+        if least is None and isinstance(value, float) and not 0 < value < math.inf:
+            raise UsageError(f"{flag(f.name)} {value}: give a number above 0")
     if config.seed > 2**31 - 1:
         raise UsageError(f"--seed {config.seed}: give at most {2**31 - 1}")
     if config.report_to != "none" and importlib.util.find_spec(config.report_to) is None:
@@ -2124,9 +2163,9 @@ def check_config(config: Config) -> None:
         raise UsageError("--compare runs all three loops, and --colocate only sync: leave one of them out")
     if config.compare and config.eval_only:
         raise UsageError("--compare trains, and --eval-only does not: leave one of them out")
-    if not 0 <= config.format_score < 1:
+    if config.format_score >= 1:
         raise UsageError(f"--format-score {config.format_score}: give at least 0, and less than the 1 of a right answer")
-    if not 0 <= config.gpu_memory_utilization <= 1:
+    if config.gpu_memory_utilization > 1:
         raise UsageError(f"--gpu-memory-utilization {config.gpu_memory_utilization}: give a share between 0 and 1")
     if config.colocate and config.mode != "sync":
         raise UsageError(
@@ -2163,14 +2202,14 @@ class Interrupts:
         handlers[signal.SIGINT] = signal.default_int_handler
         self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         self._heard = threading.Event()
-        told, self._tells = os.pipe()
-        os.set_blocking(self._tells, False)
-        signal.set_wakeup_fd(self._tells)  # takes the number of each signal that comes, whatever its handler makes of it
-        threading.Thread(target=self._knock, args=(told,), daemon=True).start()
+        read_end, self._wakeup_fd = os.pipe()
+        os.set_blocking(self._wakeup_fd, False)
+        signal.set_wakeup_fd(self._wakeup_fd)  # takes the number of each signal that comes, whatever its handler makes of it
+        threading.Thread(target=self._send_again, args=(read_end,), daemon=True).start()
         return self
 
-    def _knock(self, told: int, period_s: float = 2.0) -> None:
-        with open(told, "rb", buffering=0) as numbers:
+    def _send_again(self, read_end: int, period_s: float = 2.0) -> None:
+        with open(read_end, "rb", buffering=0) as numbers:
             while (number := numbers.read(1)) and number[0] not in self._before:
                 pass
             # With the same signal: where the first one still waits for a call of a C library to end, the two are one. Another
@@ -2186,7 +2225,7 @@ class Interrupts:
 
     def __exit__(self, *_: Any) -> None:
         signal.set_wakeup_fd(-1)
-        os.close(self._tells)
+        os.close(self._wakeup_fd)
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

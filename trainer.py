@@ -673,6 +673,18 @@ class Timeline:
         events += [{"ph": "i", "s": "p", "name": name, "pid": 0, "tid": 0, "ts": moment * 1e6} for name, moment in self.marks]
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
+    @staticmethod
+    def load(path: Path) -> Timeline:
+        """The spans and marks of a file that `save` wrote."""
+        timeline = Timeline(zero=0.0)
+        for event in json.loads(path.read_text())["traceEvents"]:
+            start, end = event.get("ts", 0) / 1e6, (event.get("ts", 0) + event.get("dur", 0)) / 1e6
+            if event["ph"] == "X":
+                timeline.add(event["cat"], event["name"], start, end, event["args"]["param_version"])
+            elif event["ph"] == "i":
+                timeline.marks.append((event["name"], start))
+        return timeline
+
 
 @dataclass
 class Parts:

@@ -421,7 +421,7 @@ def test_a_response_is_rewarded_for_its_own_answer(
         generate_sequences_async=lambda _: asyncio.sleep(0, batch), clear_kv_cache=lambda: asyncio.sleep(0)
     )
     run.manager, run.trainer, run.timeline, run.test_prompts = manager, None, trainer.Timeline(), batch
-    assert asyncio.run(run.held_out()) == {"accuracy": accuracy, "answered": 2 / 3}
+    assert asyncio.run(run.measure_accuracy()) == {"accuracy": accuracy, "answered": 2 / 3}
 
 
 def test_a_resumed_run_drops_the_lines_that_it_repeats_and_one_that_was_cut(tmp_path: Path) -> None:
@@ -896,9 +896,13 @@ def test_a_group_out_of_a_checkpoint_goes_on_as_it_began(tmp_path: Path) -> None
     assert [group.meta_info for group in groups] == [{"sampling_params": {"temperature": 0.7}, "param_version": 3}] * 16
 
 
+def servers_of(*actors: Any, server_timeout_s: float = 60) -> run_gsm8k.Servers:
+    return run_gsm8k.Servers(actors, timeout_s=1800, server_timeout_s=server_timeout_s)
+
+
 @pytest.mark.parametrize("error", [RuntimeError("vLLM refused\n  it all"), TimeoutError()])
 def test_a_server_that_cannot_be_brought_back_is_killed(
-    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """Whatever stands in the way: its requests would wait for weights that no one brings."""
     import ray
@@ -908,9 +912,8 @@ def test_a_server_that_cannot_be_brought_back_is_killed(
 
     killed = []
     monkeypatch.setattr(ray, "kill", lambda server, no_restart: killed.append((server, no_restart)))
-    run = run_gsm8k.Run(parse_config(["--preset", "pocket", "--out", str(tmp_path)])[0])
-    run.servers = [SimpleNamespace(ready=SimpleNamespace(remote=ready))]
-    assert asyncio.run(run._bring_back(0)) is False and killed == [(run.servers[0], False)]
+    server = SimpleNamespace(ready=SimpleNamespace(remote=ready))
+    assert asyncio.run(servers_of(server)._bring_back(0)) is False and killed == [(server, False)]
     why = str(error).split("\n")[-1].strip() or "did not answer within 60 s"
     assert f"vLLM server 0 cannot be brought back ({why}); it is killed and started again" in capsys.readouterr().out
 
@@ -944,47 +947,46 @@ class Method:
         return Ref()
 
 
-def test_a_server_that_died_and_is_up_again_unseen_gets_its_weights(tmp_path: Path) -> None:
+def test_a_server_that_died_and_is_up_again_unseen_gets_its_weights() -> None:
     """A call that should fail when it dies is kept by Ray while it is being started, and then waits on the new one for ever.
     But that one says, when asked, that it waits for weights."""
-    run = run_gsm8k.Run(parse_config(["--preset", "pocket", "--out", str(tmp_path)])[0])
-    run.servers = [SimpleNamespace(sleep_for_ever=Method(None), ping=Method(False, False, True))]
-    asyncio.run(asyncio.wait_for(run._until_it_dies(0, period_s=0.01), 60))
-    assert run.servers[0].ping.answers == []
+    server = SimpleNamespace(sleep_for_ever=Method(None), ping=Method(False, False, True))
+    asyncio.run(asyncio.wait_for(servers_of(server)._until_it_dies(0, period_s=0.01), 60))
+    assert server.ping.answers == []
 
 
 def test_a_server_that_is_silent_is_killed_and_one_that_fails_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """A ping that fails is of a server that is being started: nothing to kill."""
     import ray
 
     killed = []
     monkeypatch.setattr(ray, "kill", lambda server, no_restart: killed.append((server, no_restart)))
-    run = make_run(tmp_path, "--server-timeout-s", "0.05")
     starting = ray.exceptions.ActorUnavailableError("it is being started", None)
-    run.servers = [SimpleNamespace(sleep_for_ever=Method(None), ping=Method(starting, True))]
-    asyncio.run(asyncio.wait_for(run._until_it_dies(0, period_s=0.01), 60))
-    assert run.servers[0].ping.answers == killed == []
-    run.servers = [SimpleNamespace(sleep_for_ever=Method(None), ping=Method(False, None))]
-    asyncio.run(asyncio.wait_for(run._until_it_dies(0, period_s=0.01), 60))
-    assert killed == [(run.servers[0], False)] and "vLLM server 0 did not answer within 0.05 s" in capsys.readouterr().out
+    failing = SimpleNamespace(sleep_for_ever=Method(None), ping=Method(starting, True))
+    silent = SimpleNamespace(sleep_for_ever=Method(None), ping=Method(False, None))
+    for server in (failing, silent):
+        assert killed == []
+        watch = servers_of(server, server_timeout_s=0.05)._until_it_dies(0, period_s=0.01)
+        asyncio.run(asyncio.wait_for(watch, 60))
+        assert server.ping.answers == []
+    assert killed == [(silent, False)] and "vLLM server 0 did not answer within 0.05 s" in capsys.readouterr().out
 
 
-def test_a_server_is_brought_back_between_two_syncs_and_only_if_it_has_no_weights(tmp_path: Path) -> None:
+def test_a_server_is_brought_back_between_two_syncs_and_only_if_it_has_no_weights() -> None:
     """Weights that come twice would cut what is in flight; while a sync goes on they may change."""
-    run = make_run(tmp_path)
-    run.weights, run.weights_version = b"old", 3
-    run.servers = [SimpleNamespace(ready=Method({}, {}), ping=Method(False, True), update_weights=Method(0))]
-    server = run.servers[0]
+    server = SimpleNamespace(ready=Method({}, {}), ping=Method(False, True), update_weights=Method(0))
+    servers = servers_of(server)
+    servers.weights, servers.version = b"old", 3
 
     async def check() -> None:
-        assert await run._bring_back(0) and server.update_weights.sent == []
-        async with run.syncing:
-            back = asyncio.ensure_future(run._bring_back(0))
+        assert await servers._bring_back(0) and server.update_weights.sent == []
+        async with servers.updating:
+            back = asyncio.ensure_future(servers._bring_back(0))
             await asyncio.sleep(0.05)
             assert server.ping.answers == [True], "it was asked while a sync went on"
-            run.weights, run.weights_version = b"new", 4
+            servers.weights, servers.version = b"new", 4
         assert await asyncio.wait_for(back, 60) and server.update_weights.sent == [(b"new", 4)]
 
     asyncio.run(check())
@@ -997,21 +999,20 @@ def test_a_sync_reaches_every_server(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ray, "put", lambda array: array.tobytes())
     run = make_run(tmp_path)
     run.trainer = SimpleNamespace(param_version=7, weights=lambda: memoryview(b"weights"))
-    run.servers = [SimpleNamespace(update_weights=Method(0)) for _ in range(3)]
+    run.servers = servers_of(*[SimpleNamespace(update_weights=Method(0)) for _ in range(3)])
     asyncio.run(run.sync())
-    assert [server.update_weights.sent for server in run.servers] == [[(b"weights", 7)]] * 3
+    assert [server.update_weights.sent for server in run.servers.actors] == [[(b"weights", 7)]] * 3
 
 
-def test_weights_for_a_server_that_dies_again_are_not_sent_twice(tmp_path: Path) -> None:
+def test_weights_for_a_server_that_dies_again_are_not_sent_twice() -> None:
     """Ray would send them to the next one, at any time, after newer ones too. It is brought back anew, and not killed."""
     import ray
 
-    run = run_gsm8k.Run(parse_config(["--preset", "pocket", "--out", str(tmp_path)])[0])
     again = ray.exceptions.ActorUnavailableError("it is being started", None)
-    run.weights, run.weights_version = b"", 3
-    run.servers = [SimpleNamespace(ready=Method({}, {}), ping=Method(True, True), update_weights=Method(again, 0))]
-    assert asyncio.run(run._bring_back(0)) is False and asyncio.run(run._bring_back(0)) is True
-    assert run.servers[0].update_weights.asked == [{"max_task_retries": 0}] * 2
+    server = SimpleNamespace(ready=Method({}, {}), ping=Method(True, True), update_weights=Method(again, 0))
+    servers = servers_of(server)
+    assert asyncio.run(servers._bring_back(0)) is False and asyncio.run(servers._bring_back(0)) is True
+    assert server.update_weights.asked == [{"max_task_retries": 0}] * 2
 
 
 # ---- GPUs, up to the call --------------------------------------------------------------------------------------------
@@ -1165,7 +1166,7 @@ def whole(whole_folder: Path) -> list[dict[str, float]]:
     assert all(abs(row["sampler_ratio"] - 1) < 1e-3 for row in rows[:1]), "sampler and trainer compute the same probabilities"
     for name in ("curve.png", "timeline.png", "timeline.json", "samples.jsonl", "config.json", "checkpoints/step_000003"):
         assert (whole_folder / name).exists(), name
-    timeline = run_gsm8k.read_timeline(whole_folder / "timeline.json")
+    timeline = trainer.Timeline.load(whole_folder / "timeline.json")
     assert {lane for lane, *_ in timeline.spans} == {"server 0", "sync", "trainer"}
     assert [name for lane, name, *_ in timeline.spans if lane == "server 0"].count("evaluate") == 2, "before and after"
     return rows
@@ -1231,7 +1232,7 @@ def test_without_staleness_partial_mode_trains_what_sync_trains_to_the_bit(tmp_p
     asleep, _ = finished(tmp_path, "asleep", "--mode", "sync", "--colocate")
     partial, _ = finished(tmp_path, "partial", "--mode", "partial", "--max-staleness", "0")
     assert asleep == partial and [row["staleness/max"] for row in partial] == [0, 0, 0]
-    lanes = run_gsm8k.read_timeline(tmp_path / "asleep" / "timeline.json").spans
+    lanes = trainer.Timeline.load(tmp_path / "asleep" / "timeline.json").spans
     spans = {lane: [(a, b) for name, _, a, b, _ in lanes if name == lane] for lane in ("server 0", "trainer")}
     assert not [1 for a, b in spans["server 0"] for c, d in spans["trainer"] if max(a, c) < min(b, d)], "by turns"
 

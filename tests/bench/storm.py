@@ -86,8 +86,9 @@ async def disturb(run: Watched, rng: random.Random, mark: str, happened: dict[st
             await run.manager.cancel()
             await run.manager.resume()
         else:  # the weights that the servers have, once more
-            async with run.syncing:
-                await asyncio.gather(*[s.update_weights.remote(run.weights, run.weights_version) for s in run.servers])
+            servers = run.servers
+            async with servers.updating:
+                await asyncio.gather(*[s.update_weights.remote(servers.weights, servers.version) for s in servers.actors])
         happened[what] = happened.get(what, 0) + 1
 
 
