@@ -325,7 +325,8 @@ class AgentLoopManager:
     `workers` are actor handles of `AgentLoopWorker`, `replicas` those of the rollout servers (of their methods only those are
     needed that one calls here: cancel, resume, wake_up, sleep, clear_kv_cache). `timeout_s` bounds the wait for a batch, anew
     where a worker takes over from one that died; a TimeoutError then names who did not answer.
-    What comes back has meta_info["timing"], in seconds. A sample with a column `stop_reason` that is not "abort" is finished.
+    What comes back has meta_info["timing"]: generate_s, in seconds, and figures by verl's names. A sample with a column
+    `stop_reason` that is not "abort" is finished.
     """
 
     def __init__(self, workers: Sequence[Any], replicas: Sequence[Any] = (), *, timeout_s: float | None = None) -> None:

@@ -682,7 +682,8 @@ class VLLMServer:
 
         if not self._has_weights.is_set():
             # This server was started again, in the middle of a batch of which some may be finished: no one waits for those.
-            ticket = None
+            if ticket is not None:
+                self._begin_batch(ticket[0])
             await self._has_weights.wait()
         await self._install_sampler()
         outputs = None
@@ -703,7 +704,12 @@ class VLLMServer:
     async def _take_one(self, put_in: Callable[[], Any]) -> Any:
         async with self._door:
             outputs = await put_in()
-            await self._go_on()
+            try:
+                await self._go_on()
+            except asyncio.CancelledError:  # it is in, and our caller is gone
+                if outputs is not None:
+                    await self.engine.abort(outputs.request_id, internal=True)
+                raise
         return outputs
 
     async def _take_batch(self, ticket: tuple[Any, int, int], put_in: Callable[[], Any], patience_s: float = 20) -> Any:
@@ -790,7 +796,7 @@ class VLLMServer:
     async def sleep(self, level: int = 1) -> None:
         """Cancels, and gives the memory of weights and cache back (on a CPU vLLM only pauses). Level 2 drops the weights
         for good: requests are taken again only after `wake_up` and `update_weights`."""
-        await self._has_weights.wait()  # a server that was started again is awake for those that it waits for
+        await self._has_weights.wait()  # one that was started again stays awake until it has them: asleep it could take none
         async with self._door:
             await self._close("sleep")
             if level == 2:
@@ -936,7 +942,7 @@ class LogprobTable:
 
         self.path, self.width = path, width
         self.values = np.asarray(np.memmap(path, np.float32, "r+", shape=(self.rows, width)))
-        self._free: list[int] = []  # of those, whoever created the table hands out rows
+        self._free: list[int] = []  # rows that no request has; filled by `create`, since the server alone hands rows out
 
     @classmethod
     def create(cls, width: int) -> LogprobTable:

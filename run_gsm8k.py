@@ -148,7 +148,7 @@ class Config:
         False, "machines", "sync mode on one GPU: the server sleeps, without its weights, while training goes on"
     )
     gpu_memory_utilization: float = knob(
-        0.0, "machines", "share of a GPU for an engine; 0: 0.9, beside a trainer 0.4, by turns 0.6", least=0
+        0.0, "machines", "share of a GPU's memory for an engine; 0: 0.9, beside a trainer 0.4, by turns 0.6", least=0
     )
     trainer_workers: int = knob(
         1, "machines", "processes that train together, by PyTorch's FSDP2; 1: no process group", least=1
@@ -387,9 +387,9 @@ def make_prompts(problems: Sequence[Problem], prefix: str, group_size: int, run_
 # ---- The run ---------------------------------------------------------------------------------------------------------
 
 
-# Of servers and workers. One that dies is started again by Ray, but not for ever: then it has a reason that a restart does not
-# mend. A cancel must not wait behind the requests. And without task events, notes of each call for Ray's dashboard, a call
-# costs a quarter less.
+# Of servers and workers. One that dies is started again by Ray, three times: one that dies more often has a reason that a
+# restart does not mend. A cancel must not wait behind the requests. And without task events, notes of each call for Ray's
+# dashboard, a call costs a quarter less.
 ACTOR_OPTIONS = {"max_restarts": 3, "max_concurrency": 2**16, "enable_task_events": False}
 
 
@@ -480,7 +480,7 @@ class Run:
         more_trainers = config.trainer_workers - 1 if self.trains else 0
         places = reserve([plan.trainer] * more_trainers + [plan.server] * config.rollout_servers)
         names = self._start_servers(places[more_trainers:], rollout_cores)
-        # Once: Ray would print a page for each that it tries again.
+        # Without retries: Ray would print a page for each.
         ready = [server.ready.options(max_task_retries=0).remote() for server in self.servers.actors]
         looking.result()
         if self.trains:
@@ -1224,7 +1224,8 @@ def plan_devices(config: Config, gpus: int) -> Plan:
     args = {
         "gpu_memory_utilization": config.gpu_memory_utilization or (0.6 if colocate else 0.4 if shared else 0.9),
         "enable_sleep_mode": colocate,
-        # Of the prompts in a step; vLLM's own is 2,048 here, and what was cut is prefilled again after each sync.
+        # Prompt tokens in a step of the engine; vLLM's default for AsyncLLM is 2,048, and what was cut is prefilled again after
+        # each sync.
         "max_num_batched_tokens": max(8192, config.max_num_seqs),
         "weight_transfer_config": {"backend": "ipc" if shared else "nccl"},
     }
@@ -1991,8 +1992,6 @@ def compare(config: Config, heard: Callable[[], None]) -> None:
     check_folder(config, folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_config(config, folder)
-    from trainer import Timeline
-
     libc = ctypes.CDLL(None)
     todo = [(mode, config.seed + i) for i in range(config.compare) for mode in ("sync", "one-step-off", "partial")]
     for number, (mode, seed) in enumerate(todo, start=1):
@@ -2023,6 +2022,8 @@ def compare(config: Config, heard: Callable[[], None]) -> None:
     rows = {key: [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()] for key, path in runs.items()}
     draw_comparison(rows, folder / "compare.png")
     first = [(mode, seed) for mode, seed in todo if seed == config.seed]
+    from trainer import Timeline
+
     timelines = {mode: Timeline.load(runs[mode, seed] / "timeline.json") for mode, seed in first}
     draw_timelines(timelines, folder / "timelines.png")
     names = "mode", "seed", "before", "after", "s a step", "s of training", "overlap", "staleness", "at most", "partial"

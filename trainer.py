@@ -240,11 +240,12 @@ def load_policy(
     options = {"attn_implementation": attn_implementation} if attn_implementation else {}
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False, **options)
     _check_generation_config(path, model.generation_config)
+    # It is in eval mode as it is loaded, and stays so: dropout would make another policy of it.
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()  # transformers wants it for that, so here dropout must be zero, as in most models it is
     try:
-        check_policy(model)  # else it stays as it is loaded, in eval mode: dropout would make another policy of it
+        check_policy(model)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return model
@@ -256,7 +257,7 @@ def check_policy(model: nn.Module) -> None:
     device = next(model.parameters()).device
     ids = np.arange(8) % model.get_output_embeddings().weight.shape[0]
     with torch.no_grad():
-        logits = model(input_ids=torch.from_numpy(ids).unsqueeze(0).to(device)).logits[0, :-1].float()
+        logits = model(input_ids=torch.from_numpy(ids).unsqueeze(0).to(device), use_cache=False).logits[0, :-1].float()
         expected = logits.log_softmax(-1).gather(1, torch.from_numpy(ids[1:]).unsqueeze(1).to(device)).squeeze(1)
         found = compute_log_probs(model, [ids[:1]], [ids[1:]])
     if not torch.allclose(found, expected, atol=0.02):
@@ -314,7 +315,7 @@ class GRPOTrainer:
 
     learning_rate         AdamW, constant, no weight decay unless asked for
     temperature           the one that was sampled with
-    clip_low, clip_high   the ratio may move to 1 - clip_low and 1 + clip_high before its gradient stops
+    clip_low, clip_high   the ratio is clipped below 1 - clip_low and above 1 + clip_high (see policy_loss)
     importance            "bypass": the ratio's denominator is the sampler's log-probability, one forward pass. "decoupled":
                           it is recomputed before the update, and the sampler's enters as a weight (Hilton et al., arXiv
                           2110.00641; AReaL, arXiv 2505.24298, eq. 5), truncated at `tis_cap` (truncated importance
@@ -731,7 +732,7 @@ class Parts:
     def __post_init__(self) -> None:
         # One thread for training, not one of asyncio's pool: whoever waits there must not hold up an update.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
-        self._sent_back = 0
+        self._sent_back = 0  # how often, in this step
 
     async def before_sending_again(self) -> None:
         """A moment's wait, after groups came back that the loop has not cut: by another's cancel, or from a server that was not
@@ -760,6 +761,7 @@ class Parts:
             scored = self.score(rollouts)
             return self.trainer.update(scored), scored
 
+        self._sent_back = 0
         start = time.perf_counter()
         with self.timeline.span("trainer", f"train {t}", self.trainer.param_version):
             metrics, scored = await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -1021,8 +1021,41 @@ def test_no_one_waits_for_a_batch_of_which_a_part_has_gone(why: str) -> None:
         asyncio.run(check())
 
 
+def test_whoever_gives_up_while_the_engine_is_set_going_leaves_nothing_in_it() -> None:
+    """A request alone, or one that comes late, is in, and the engine is told to go on: then its caller is cancelled."""
+    for ticket in (None, ("batch", 0, 1)):
+        with no_engine():
+            server = VLLMServer("model")
+        going, ended = asyncio.Event(), []
+
+        async def resume_generation(going: asyncio.Event = going) -> None:
+            going.set()
+            await asyncio.Event().wait()
+
+        async def abort(request_id: str, internal: bool, ended: list[str] = ended) -> None:
+            ended.append(request_id)
+
+        async def check(server: VLLMServer = server, ticket: Any = ticket, going: asyncio.Event = going) -> None:
+            await server.update_weights(b"weights", 1)  # which leaves the engine paused
+            server.engine.resume_generation, server.engine.abort = resume_generation, abort
+            if ticket is not None:
+                server._begin_batch(ticket[0])
+            task = asyncio.ensure_future(ask_server(server, ticket))
+            await asyncio.wait_for(going.wait(), 10)
+            task.cancel()
+            assert (await asyncio.gather(task, return_exceptions=True))[0].__class__ is asyncio.CancelledError
+            for answer in server.engine.inside:
+                answer.cancel()
+
+        with no_engine():
+            asyncio.run(check())
+        assert ended == [f"r{ticket}"]
+        assert_no_row_is_lost(server)
+
+
 def test_a_server_that_was_started_again_does_not_wait_for_the_finished_ones_of_a_batch() -> None:
-    """Two of a batch of three come again, the third was through: they go in when the weights are there."""
+    """Two of a batch of three come again, the third was through: they go in when the weights are there; and so does one that a
+    worker's heir asks for after that."""
     with no_engine():
         server = VLLMServer("model", wait_for_weights=lambda: True)
 
@@ -1031,9 +1064,10 @@ def test_a_server_that_was_started_again_does_not_wait_for_the_finished_ones_of_
         await asyncio.sleep(0.01)
         assert not server.engine.inside
         await server.update_weights(b"weights", 7)
-        return await asyncio.wait_for(asyncio.gather(*tasks), 10)
+        answers = await asyncio.wait_for(asyncio.gather(*tasks), 10)
+        return [*answers, await asyncio.wait_for(ask_server(server, ("batch", 0, 3)), 10)]
 
-    assert asyncio.run(check()) == [([1], [-1.0], False)] * 2
+    assert asyncio.run(check()) == [([1], [-1.0], False)] * 3
 
 
 def test_an_actor_ends_with_its_engine_even_if_no_one_asks() -> None:

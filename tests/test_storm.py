@@ -4,7 +4,7 @@
     STORM_SEED=123 python -m pytest tests/test_storm.py  # another one, or one to replay
 
 The loop, the pool, the agent loops and the server manager are the real ones; the servers are fakes on a fake clock, whose next
-token depends on prefix and weights. tests/bench/storm.py does the same for three minutes with vLLM.
+token depends on prefix and weights. tests/bench/storm.py does the same for a few minutes with vLLM.
 """
 
 from __future__ import annotations

@@ -1654,13 +1654,17 @@ def test_at_every_moment_of_a_save_a_complete_checkpoint_stands(tmp_path: Path, 
 GROUP = 2
 
 
-def group_with(*stop_reasons: str) -> dict[str, np.ndarray]:
-    return {"stop_reason": np.array(stop_reasons)}
+def group_with(*stop_reasons: str, number: int = -1) -> RolloutBatch:
+    return RolloutBatch({"stop_reason": np.array(stop_reasons), "number": [number] * len(stop_reasons)})
+
+
+def as_one(groups: Sequence[RolloutBatch]) -> RolloutBatch:
+    return RolloutBatch.concat([RolloutBatch(group.columns) for group in groups])
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Whatever order completions, cuts and syncs come in: every prompt is trained exactly once, in a complete group, within
-    max_staleness; nothing is lost or doubled; a slow prompt among fast ones is trained."""
+    """Whatever order completions, cuts, syncs, and kills after a save come in: every prompt is trained exactly once, in a
+    complete group of its own, within max_staleness; nothing is lost or doubled; a slow prompt among fast ones is trained."""
 
     @initialize(batch_size=st.integers(1, 4), max_staleness=st.integers(0, 3), steps=st.integers(1, 6))
     def start(self, batch_size: int, max_staleness: int, steps: int) -> None:
@@ -1682,24 +1686,30 @@ class PoolMachine(RuleBasedStateMachine):
         if self.out:
             number = data.draw(st.sampled_from(sorted(self.out)))
             self.out.remove(number)
-            self.pool.put(number, group_with("stop", "length"))
+            self.pool.put(number, group_with("stop", "length", number=number))
 
-    @rule(data=st.data())
-    def the_trainer_takes_what_it_may_and_syncs(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), killed=st.booleans())
+    def the_trainer_takes_what_it_may_and_syncs(self, data: st.DataObject, killed: bool) -> None:
         taken = self.pool.take(self.version)
         if taken is not None:
-            self.train(taken, cut=data.draw(st.sets(st.sampled_from(sorted(self.out)))) if self.out else set())
+            cut = data.draw(st.sets(st.sampled_from(sorted(self.out)))) if self.out else set()
+            self.train(taken, cut, killed)
 
-    def train(self, taken: dict[int, Any], cut: set[int]) -> None:
+    def train(self, taken: dict[int, Any], cut: set[int], killed: bool = False) -> None:
         assert len(taken) == self.pool.batch_size
         for number, group in taken.items():
             assert number not in self.trained and "abort" not in group["stop_reason"]
+            assert len(group) == 2 and set(group["number"]) == {number}
             assert 0 <= self.version - self.admitted_at[number] <= self.pool.max_staleness
         self.trained.extend(taken)
         for number in self.out:  # the cancel brings all of them back
-            self.pool.put(number, group_with("stop", "abort") if number in cut else group_with("stop", "stop"))
+            self.pool.put(number, group_with("stop", "abort" if number in cut else "stop", number=number))
         self.out = set()
         self.version += 1
+        if killed:
+            size, old = self.pool.batch_size, self.pool
+            self.pool = GroupPool(size, old.max_staleness, old.total, admitted=self.version * size)
+            self.pool.restore(old.untrained(as_one))
         self.dispatch()
 
     @invariant()
@@ -1714,7 +1724,7 @@ class PoolMachine(RuleBasedStateMachine):
             return
         while self.version < self.steps:  # with everything finished there is always a batch to take: no deadlock
             for number in sorted(self.out):
-                self.pool.put(number, group_with("stop", "stop"))
+                self.pool.put(number, group_with("stop", "stop", number=number))
             self.out = set()
             taken = self.pool.take(self.version)
             assert taken is not None
