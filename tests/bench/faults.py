@@ -1,6 +1,6 @@
 """Is anything lost when parts fail? Real runs on real Ray and vLLM, with faults from outside; a table of what became of them.
 
-    python tests/bench/faults.py                      # all of them: about 25 minutes on two cores
+    python tests/bench/faults.py                      # all of them: about 15 minutes on two cores
     python tests/bench/faults.py --only "engine killed" "disk full"
 
 A run that is to survive must end with status 0 and the curve of the run that nothing happened to: the same rewards, lengths and
@@ -257,7 +257,7 @@ def main() -> int:
         "two runs at once": lambda: two_at_once(folder, curve_of("one-step-off")),
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[*FAULTS, *others])
+    parser.add_argument("--only", nargs="+", default=[*FAULTS, *others], choices=[*FAULTS, *others], metavar="FAULT")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     args = parser.parse_args()
     rng, wrong = random.Random(args.seed), 0

@@ -1,6 +1,6 @@
 """A few minutes of storm on vLLM: kills, pauses, cancels and syncs at random under fit_partial. Is anything lost?
 
-    python tests/bench/storm.py                      # about 4 minutes on two cores
+    python tests/bench/storm.py                      # about 2 minutes on two cores
     python tests/bench/storm.py --seed 7 --steps 60
 
 At the end every prompt must have been trained exactly once, in a complete group, at most `max_staleness` versions after the
