@@ -234,16 +234,17 @@ TOKEN_COLUMNS = {
 
 
 class AgentLoopWorker:
-    """Runs one agent loop for each of its samples, all of them concurrently. `ray.remote(AgentLoopWorker)` is the actor.
+    """Runs one agent loop for each of its samples, all of them concurrently.
 
     `make_agent_loop()` is called once, inside the actor. The loop it returns serves all samples at once. It has
     `async run(sampling_params, **sample) -> output`, where `output` has the attributes named in `TOKEN_COLUMNS`, a dict
     `extra_fields` of scalars, with the same keys for all, and a dict `metrics`. partial_rollout.AgentLoopOutput is one such.
-    `sample` has every column of the row, `param_version` where meta_info has it, and `ticket`, which is for the sample's first
-    request to a server (partial_rollout.LLMServerManager takes it): so let `run` end in `**_`.
+    `sample` has every column of the row, `param_version` where meta_info has it, and `ticket`: so let `run` end in `**_`. The
+    ticket goes with the sample's first request to partial_rollout.LLMServerManager, which keeps a run repeatable; a batch of
+    which a sample makes no request starts 20 s late, so a loop that may make none passes it on to no one.
 
-    As an actor: `ray.remote(max_concurrency=2**16, max_restarts=3)(AgentLoopWorker)`. Ray's own default is a thousand calls at
-    once, and no restart when it dies.
+    The actor is `ray.remote(max_concurrency=2**16, max_restarts=3)(AgentLoopWorker)`: by default Ray lets a thousand calls in,
+    and does not start it again when it dies.
     """
 
     def __init__(self, make_agent_loop: Callable[[], Any]) -> None:
