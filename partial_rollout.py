@@ -696,19 +696,22 @@ class VLLMServer:
                 return outputs.get_nowait() or await outputs.get()
             finally:
                 self._end()
-        except asyncio.CancelledError:  # our caller is gone: so the engine must not go on, into a row that is someone else's
-            if outputs is not None:
-                await self.engine.abort(outputs.request_id, internal=True)
+        except asyncio.CancelledError:
+            await self._abort(outputs)
             raise
+
+    async def _abort(self, outputs: Any) -> None:
+        """Ends a request, if it is in, whose caller is gone: the engine would go on, into a row that is someone else's."""
+        if outputs is not None:
+            await self.engine.abort(outputs.request_id, internal=True)
 
     async def _take_one(self, put_in: Callable[[], Any]) -> Any:
         async with self._door:
             outputs = await put_in()
             try:
                 await self._go_on()
-            except asyncio.CancelledError:  # it is in, and our caller is gone
-                if outputs is not None:
-                    await self.engine.abort(outputs.request_id, internal=True)
+            except asyncio.CancelledError:
+                await self._abort(outputs)
                 raise
         return outputs
 
@@ -742,8 +745,8 @@ class VLLMServer:
                 await asyncio.shield(self._enter_together(self._begin_batch(batch)))
             return await entered
         except asyncio.CancelledError:
-            if entered.done() and not entered.cancelled() and not entered.exception() and entered.result() is not None:
-                await self.engine.abort(entered.result().request_id, internal=True)  # it is in, and our caller is gone
+            if entered.done() and not entered.cancelled() and not entered.exception():
+                await self._abort(entered.result())
             raise
         finally:
             entered.cancel()  # a caller that gave up meanwhile is not put in; else a no-op
@@ -769,8 +772,8 @@ class VLLMServer:
                         outputs = await put_in()
                         if not entered.cancelled():
                             entered.set_result(outputs)
-                        elif outputs is not None:  # its caller gave up on the way in
-                            await self.engine.abort(outputs.request_id, internal=True)
+                        else:  # its caller gave up on the way in
+                            await self._abort(outputs)
             except Exception as error:  # whoever waits must hear of it, not only the caller that came last
                 for _, entered in waiting.values():
                     if not entered.done():
