@@ -2,6 +2,7 @@
 
     python tests/bench/interrupt.py                  # about a minute
     python tests/bench/interrupt.py --real           # vLLM with the pocket policy: about half an hour
+    python tests/bench/interrupt.py --real --lengths constant --mean 1024
 
 The loops, the pool, the agent loop and the server manager are the real ones. The engine has as many slots as a batch has
 responses; a step with n of them busy takes t0 + t1 n seconds, and a = t0 / (t0 + t1 slots) is the share that many sequences do
@@ -30,7 +31,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -300,8 +301,8 @@ async def full_engine(server: VLLMServer, lengths: np.ndarray, slots: int) -> fl
     return seconds / tokens
 
 
-async def real(mean: int, rounds: int) -> bool:
-    """All lengths, on vLLM. Whether a limit is missed."""
+async def real(mean: int, rounds: int, lengths: Sequence[str]) -> bool:
+    """These kinds of lengths, on vLLM. Whether a limit is missed."""
     case, missed = Case(batch=8, group=4, mean=mean), False
     waits = replace(case, steps=CYCLE + 1)  # enough, where each of them begins anew
     weights = run_gsm8k.make_trainer(run_gsm8k.Config(), str(run_gsm8k.POCKET), None, "cpu").weights()
@@ -326,8 +327,8 @@ async def real(mean: int, rounds: int) -> bool:
     print(
         f"vLLM: t0 {t0 * 1e3:.2f} ms, t1 {t1 * 1e3:.3f} ms, {step_s * 1e3:.2f} ms with {case.slots} sequences", file=sys.stderr
     )
-    for name, drawn in case.draw().items():
-        shown = []
+    for name in lengths:
+        drawn, shown = case.draw()[name], []
         for number in range(rounds):
             full = await full_engine(server, drawn[: (CYCLE + 4) * case.slots], case.slots)
             train_s = full * case.slots * mean / 10
@@ -348,11 +349,12 @@ def main() -> int:
     parser.add_argument("--real", action="store_true", help="vLLM in place of the simulation")
     parser.add_argument("--mean", type=int, default=256, help="on vLLM: tokens of a response, on average")
     parser.add_argument("--rounds", type=int, default=3, help="on vLLM: the median of so many")
+    parser.add_argument("--lengths", nargs="+", choices=[*Case().draw()], default=[*Case().draw()], help="on vLLM: these alone")
     args = parser.parse_args()
     print("| lengths | a | limit of waiting | waiting | partial | won | slots busy | again |\n" + "|---" * 8 + "|")
     if args.real:
         run_gsm8k.quiet_libraries(verbose=False)
-        return int(asyncio.run(real(args.mean, args.rounds)))
+        return int(asyncio.run(real(args.mean, args.rounds, args.lengths)))
     return int(simulated())
 
 
