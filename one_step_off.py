@@ -268,12 +268,11 @@ class AgentLoopWorker:
         """
         sampling_params = prompts.meta_info.get("sampling_params", {})
         shared = {key: prompts.meta_info[key] for key in ("param_version",) if key in prompts.meta_info}
-        batch, size, chunk = prompts.meta_info.get("_batch_id"), prompts.meta_info.get("_batch_size"), uuid4().hex
+        batch, size = prompts.meta_info.get("_batch_id"), prompts.meta_info.get("_batch_size")
         tasks = []
         for sample in prompts:
             index = sample.pop("_index", -1)
-            # For servers: they take a batch whole and in order, and what one of them gets from this call in one call.
-            ticket = (batch, index, size, chunk) if index >= 0 else None
+            ticket = (batch, index, size) if index >= 0 else None  # for servers, which take a batch whole and in order
             tasks.append(asyncio.ensure_future(self._run(sampling_params, {**sample, **shared, "ticket": ticket})))
         try:
             outputs = await asyncio.gather(*tasks)

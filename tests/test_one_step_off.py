@@ -138,9 +138,8 @@ class Loop:
             await asyncio.sleep(0.01)
         ids = prompt_ids.tolist()
         tokens = dict.fromkeys(TOKEN_COLUMNS, ids) | {"span_versions": [0], "span_lengths": [len(ids)]}
-        _, place, size, chunk = ticket or ("", -1, 0, "")
+        _, place, size = ticket or ("", -1, 0)
         more = {"stop_reason": "stop", "place": place, "size": size, "drawn_with": sampling_params.get("seed", -1)}
-        more["chunk"] = chunk
         return SimpleNamespace(**tokens, extra_fields=more, metrics={})
 
 
@@ -306,7 +305,7 @@ def test_what_a_worker_need_not_send_back_stays_with_the_manager(ray: Any, idle:
     workers, _ = idle
     batch = batch_of([[1], [2, 2]]).with_columns(raw_prompt=[[{"role": "user", "content": "x"}]] * 2)
     new = ray.get(workers[0].generate_sequences.remote(batch, new_columns_only=True))
-    assert new.columns.keys() == {"uid", *TOKEN_COLUMNS, "stop_reason", "place", "size", "drawn_with", "chunk"}
+    assert new.columns.keys() == {"uid", *TOKEN_COLUMNS, "stop_reason", "place", "size", "drawn_with"}
     whole = ray.get(workers[0].generate_sequences.remote(batch))
     assert whole.columns.keys() == new.columns.keys() | {"raw_prompt"}
     rollouts = AgentLoopManager(workers[:1]).generate_sequences(batch)
@@ -390,8 +389,6 @@ def test_groups_come_back_one_by_one_and_those_that_were_cut_go_on(idle: Any) ->
     assert [group["place"].tolist() for group in groups] == [[0, 1], [-1, 2], [-1, -1]]
     assert [group["size"].tolist() for group in groups] == [[3, 3], [0, 3], [0, 0]]
     assert again["place"].tolist() == [-1, 0] and again["size"].tolist() == [0, 1]
-    one, two, none = ({*group["chunk"]} for group in groups)
-    assert len(one) == 1 and two - one == two and none == {""}, "who waits for one group waits for no other"
     own = batch_of([[1]], batch_size=7).with_columns(index=[5])  # names that others use, as verl does
     mine = manager.generate_sequences(own)
     assert mine["index"].tolist() == [5] and mine.meta_info["batch_size"] == 7 and mine["place"].tolist() == [0]

@@ -19,7 +19,6 @@ import math
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 from collections import Counter
@@ -721,14 +720,14 @@ def test_tickets_split_a_batch_so_that_each_server_gets_the_number_it_waits_for(
     async def check() -> None:
         servers = [Holding() for _ in range(n_servers)]
         manager, order = LLMServerManager(servers), rng.sample(range(size), size)
-        tasks = [await ask(manager, f"r{i}", ticket=("batch", i, size, "chunk")) for i in order]
+        tasks = [await ask(manager, f"r{i}", ticket=("batch", i, size)) for i in order]
         for number, server in enumerate(servers):
             assert {ticket[2] for ticket in server.tickets} <= {len(server.tickets)}
             assert sorted(ticket[1] for ticket in server.tickets) == list(range(number, size, n_servers))
             for future in server.waiting.values():
                 future.set_result(([1], [-1.0], True))
         await asyncio.gather(*tasks)
-        again = [await ask(manager, f"r{i}", ticket=("again", i, size, "chunk")) for i in order]
+        again = [await ask(manager, f"r{i}", ticket=("again", i, size)) for i in order]
         for server in servers:
             for future in server.waiting.values():
                 future.cancelled() or future.done() or future.set_result(([1], [-1.0], False))
@@ -738,233 +737,23 @@ def test_tickets_split_a_batch_so_that_each_server_gets_the_number_it_waits_for(
     asyncio.run(check())
 
 
-def test_there_must_be_a_server() -> None:
+def test_servers_may_be_actors_or_objects_but_there_must_be_one() -> None:
+    """With a `.remote` the method is called through it, as Ray does; if an actor takes a request as one argument, by that."""
+
+    async def remote(request_id: str, *, prompt_ids: list[int], sampling_params: Any, ticket: Any) -> Any:
+        return [len(prompt_ids)], [-1.0], False
+
+    async def as_one(request: dict[str, Any]) -> Any:
+        return (await remote(**request))[0] * 2, [-1.0] * 2, False
+
+    actor = SimpleNamespace(generate_for_partial=SimpleNamespace(remote=remote))
+    request = LLMServerManager([actor]).generate_for_partial("r", prompt_ids=[1, 2], sampling_params={})
+    assert asyncio.run(request) == ([2], [-1.0], False)
+    actor.generate_for_request = SimpleNamespace(remote=as_one)
+    request = LLMServerManager([actor]).generate_for_partial("r", prompt_ids=[1, 2], sampling_params={})
+    assert asyncio.run(request) == ([2, 2], [-1.0, -1.0], False)
     with pytest.raises(ValueError, match="at least one server, got none"):
         LLMServerManager([])
-
-
-# ---- The manager, and servers that are Ray actors --------------------------------------------------------------------
-
-
-class Handle:
-    """A Ray actor's handle, as far as LLMServerManager knows it. Answers come in any order, and it dies so many times."""
-
-    def __init__(self, answer: Callable[[dict[str, Any]], Any], rng: random.Random, deaths: int) -> None:
-        self.answer, self.rng, self.deaths = answer, rng, deaths
-        self.calls: list[list[str]] = []
-        self.generate_for_partial = SimpleNamespace(remote=None)
-        self.generate_many = SimpleNamespace(options=self.options)
-        self.__ray_ready__ = SimpleNamespace(options=lambda max_task_retries: SimpleNamespace(remote=self.ready))
-
-    def options(self, num_returns: str, max_task_retries: int) -> Any:
-        assert (num_returns, max_task_retries) == ("streaming", 0)
-        return SimpleNamespace(remote=self.stream)
-
-    async def ready(self) -> None:
-        await asyncio.sleep(0)
-
-    def stream(self, requests: list[dict[str, Any]]) -> Any:
-        self.calls.append([request["request_id"] for request in requests])
-        return self.answers(requests)
-
-    async def answers(self, requests: list[dict[str, Any]]) -> Any:
-        left = self.rng.sample(range(len(requests)), len(requests))
-        while left:
-            for _ in range(self.rng.randint(0, 3)):
-                await asyncio.sleep(0)
-            if self.rng.randint(0, self.deaths):
-                self.deaths -= 1
-                yield self.die()
-            n = self.rng.randint(1, len(left))
-            yield asyncio.sleep(0, [(place, self.answer(requests[place])) for place in left[:n]])
-            left = left[n:]
-
-    async def die(self) -> None:
-        from ray.exceptions import ActorUnavailableError
-
-        raise ActorUnavailableError("Ray starts it again", bytes(16))
-
-
-FATES = st.sampled_from(["is answered", "fails", "is left alone"])
-
-
-@given(st.lists(st.tuples(st.integers(0, 2), FATES), min_size=1, max_size=12), st.integers(0, 3), st.integers(0, 2**32))
-def test_the_requests_of_a_chunk_go_to_an_actor_in_one_call(requests: list, deaths: int, seed: int) -> None:
-    """Whatever order they end in, and however often the actor dies meanwhile: each gets its own answer or its own error, and
-    none is asked again that has it."""
-    import ray
-
-    rng, fates = random.Random(seed), {f"r{i}": fate for i, (_, fate) in enumerate(requests)}
-    answered, cancelled = set(), []
-
-    def answer(request: dict[str, Any]) -> Any:
-        name = request["request_id"]
-        number = int(name[1:])
-        assert name not in answered and request["ticket"] == ("batch", number, len(requests)) and request["prompt_ids"] == [1]
-        answered.add(name)
-        return ValueError(number) if fates[name] == "fails" else ([number], [-1.0], False)
-
-    async def check() -> None:
-        handle = Handle(answer, rng, deaths)
-        manager, tasks = LLMServerManager([handle]), []
-        for i, (chunk, _) in enumerate(requests):
-            ticket = "batch", i, len(requests), chunk
-            request = manager.generate_for_partial(f"r{i}", prompt_ids=[1], sampling_params={}, ticket=ticket)
-            tasks.append(asyncio.ensure_future(request))
-        for _ in range(2 + rng.randint(0, 9)):
-            await asyncio.sleep(0)
-        for task, fate in zip(tasks, fates.values(), strict=True):
-            if fate == "is left alone":
-                task.cancel()
-        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
-        for i, (result, fate) in enumerate(zip(results, fates.values(), strict=True)):
-            if fate == "fails":
-                assert isinstance(result, ValueError) and result.args == (i,)
-            elif fate == "is answered" or not isinstance(result, asyncio.CancelledError):
-                assert result == ([i], [-1.0], False)
-        chunks = [[f"r{i}" for i, (chunk, _) in enumerate(requests) if chunk == c] for c in range(3)]
-        whole, again = [chunk for chunk in chunks if chunk], handle.calls.copy()
-        for chunk in whole:
-            again.remove(chunk)
-        assert len(again) <= deaths and all(any(set(call) <= set(chunk) for chunk in whole) for call in again)
-        assert len(cancelled) <= sum("is left alone" in {fates[name] for name in chunk} for chunk in whole)
-        assert manager.in_flight == [0] and not manager._actors[0]._next
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ray, "cancel", cancelled.append)
-        asyncio.run(check())
-
-
-@pytest.mark.parametrize(("fault", "message"), [("short", "2 of 2 requests have no answer"), ("dead", "for good")])
-def test_a_call_that_fails_is_heard_of_by_all_who_wait(fault: str, message: str) -> None:
-    """A stream that ends too early, or an actor that Ray does not start again."""
-
-    async def check() -> None:
-        handle = Handle(lambda request: None, random.Random(0), 0)
-
-        async def stream(requests: list) -> Any:
-            if fault == "dead":
-                raise OSError("for good")
-            return
-            yield
-
-        handle.stream = stream
-        manager = LLMServerManager([handle])
-        tickets = [("batch", i, 2, "chunk") for i in range(2)]
-        requests = [manager.generate_for_partial("r", prompt_ids=[1], sampling_params={}, ticket=t) for t in tickets]
-        errors = await asyncio.wait_for(asyncio.gather(*requests, return_exceptions=True), 10)
-        assert all(message in str(error) for error in errors)
-
-    asyncio.run(check())
-
-
-class SlowServer(VLLMServer):
-    """As an actor: a server that waits in place of an engine, and knows which requests came and which were cancelled."""
-
-    def __init__(self) -> None:
-        self.came, self.cancelled = [], []
-
-    async def generate_for_partial(self, request_id: str, *, sampling_params: Any, ticket: Any = None, **_: Any) -> Any:
-        """Its process as the token."""
-        self.came.append(request_id)
-        try:
-            await asyncio.sleep(sampling_params["seconds"])
-        except asyncio.CancelledError:
-            self.cancelled.append(request_id)
-            raise
-        if "error" in sampling_params:
-            raise ValueError(sampling_params["error"])
-        return [os.getpid()], [-1.0], False
-
-    async def state(self) -> tuple[int, list[str], list[str]]:
-        """Its process, and who came and who was cancelled."""
-        return os.getpid(), self.came, self.cancelled
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    import ray
-
-    env = {"env_vars": {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])}}
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", runtime_env=env)
-    yield ray
-    ray.shutdown()
-
-
-@pytest.fixture
-def slow_server(cluster: Any) -> Any:
-    return cluster.remote(num_cpus=0, max_concurrency=100, max_restarts=1)(SlowServer).remote()
-
-
-def ask_slow_server(manager: LLMServerManager, seconds: float, i: int = 0, ticket: bool = True, **params: Any) -> asyncio.Task:
-    more = {"sampling_params": {"seconds": seconds, **params}, "ticket": ("batch", i, 9, "chunk") if ticket else None}
-    return asyncio.ensure_future(manager.generate_for_partial(f"r{i}", prompt_ids=[1], **more))
-
-
-def test_through_ray_answers_come_as_they_end_and_errors_are_their_own(slow_server: Any) -> None:
-    """What ends early need not wait for its chunk; an error is that of the request that made it."""
-
-    async def check() -> None:
-        manager = LLMServerManager([slow_server])
-        endless, bad, quick = (
-            ask_slow_server(manager, s, i, **more)
-            for i, (s, more) in enumerate([(1e6, {}), (0.1, {"error": "a prompt that is too long"}), (0.1, {})])
-        )
-        assert (await asyncio.wait_for(quick, 60))[1:] == ([-1.0], False)
-        with pytest.raises(ValueError, match=r"^a prompt that is too long$"):
-            await asyncio.wait_for(bad, 60)
-        assert not endless.done()
-        endless.cancel()
-
-    asyncio.run(check())
-
-
-def test_a_caller_that_is_gone_ends_its_request_in_the_actor(slow_server: Any) -> None:
-    """An actor's method goes on, whoever waits for it: without `ray.cancel` it would decode to the end for no one. Those of a
-    chunk end when the last has left."""
-
-    async def check() -> None:
-        manager = LLMServerManager([slow_server])
-
-        async def seen(*names: str, place: int) -> None:
-            async with asyncio.timeout(60):
-                while not set(names) <= set((await slow_server.state.remote())[place]):
-                    await asyncio.sleep(0.05)
-
-        first, second = ask_slow_server(manager, 1e6, 11), ask_slow_server(manager, 1e6, 12)
-        alone = ask_slow_server(manager, 1e6, 13, ticket=False)
-        await seen("r11", "r12", "r13", place=1)
-        first.cancel()
-        alone.cancel()
-        await seen("r13", place=2)
-        assert "r11" not in (await slow_server.state.remote())[2]
-        second.cancel()
-        await seen("r11", "r12", place=2)
-        assert manager.in_flight == [0]
-
-    asyncio.run(check())
-
-
-def test_a_server_that_dies_is_asked_again_once_ray_has_started_it(slow_server: Any) -> None:
-    """And gives what had no answer. When Ray does not start it any more, whoever waits hears of that."""
-    from ray.exceptions import RayActorError
-
-    async def check() -> None:
-        manager = LLMServerManager([slow_server])
-        pid, _, _ = await slow_server.state.remote()
-        quick, slow = ask_slow_server(manager, 0.1, 0), ask_slow_server(manager, 3, 1)
-        assert (await asyncio.wait_for(quick, 60))[0] == [pid]
-        os.kill(pid, signal.SIGKILL)
-        ((again,), _, _) = await asyncio.wait_for(slow, 60)
-        assert again != pid
-        lost = [ask_slow_server(manager, 1e6, i, ticket=i > 2) for i in (1, 2, 3)]
-        await slow_server.state.remote()
-        os.kill(again, signal.SIGKILL)
-        for error in await asyncio.wait_for(asyncio.gather(*lost, return_exceptions=True), 60):
-            assert isinstance(error, RayActorError)
-        assert manager.in_flight == [0]
-
-    asyncio.run(check())
 
 
 # ---- The door of the server, with no engine behind it ----------------------------------------------------------------
@@ -1310,39 +1099,22 @@ def test_an_actor_ends_with_its_engine_even_if_no_one_asks() -> None:
     assert ends == [1]
 
 
-@given(st.lists(st.sampled_from(["is answered", "fails", "goes on"]), min_size=1, max_size=6))
-def test_several_requests_in_one_call_are_each_as_if_alone(fates: list[str]) -> None:
-    """They are answered as they end; those of one step of the engine together; when the caller leaves, the rest ends."""
-    with no_engine():
-        server = VLLMServer("model")
-    ends, left = asyncio.Event(), []
+def test_a_caller_that_is_gone_ends_its_request_in_the_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An actor's method goes on, whoever waits for it: without `ray.cancel` it would decode to the end for no one."""
+    import ray
 
-    async def generate_for_partial(request_id: str, fate: str) -> Any:
-        try:
-            await (ends.wait() if fate != "goes on" else asyncio.get_running_loop().create_future())
-        except asyncio.CancelledError:
-            left.append(request_id)
-            raise
-        if fate == "fails":
-            raise ValueError(request_id)
-        return [1], [-1.0], False
+    ended: list[Any] = []
+    monkeypatch.setattr(ray, "cancel", ended.append)
 
     async def check() -> None:
-        server.generate_for_partial = generate_for_partial
-        stream = server.generate_many([{"request_id": f"r{i}", "fate": fate} for i, fate in enumerate(fates)])
-        asyncio.get_running_loop().call_later(0.001, ends.set)
-        going = [f"r{i}" for i, fate in enumerate(fates) if fate == "goes on"]
-        if len(going) < len(fates):
-            some = dict(await anext(stream))
-            assert sorted(some) == [i for i, fate in enumerate(fates) if fate != "goes on"]
-            for i, answer in some.items():
-                assert answer == ([1], [-1.0], False) if fates[i] == "is answered" else str(answer) == f"r{i}"
-        rest = asyncio.ensure_future(anext(stream, None))
-        await asyncio.sleep(0.001)
-        assert rest.done() != bool(going)
-        rest.cancel()
-        await asyncio.wait([rest])
-        assert left == going
+        never = asyncio.get_running_loop().create_future()
+        method = SimpleNamespace(remote=lambda request_id, **request: never)
+        manager = LLMServerManager([SimpleNamespace(generate_for_partial=method)])
+        task = await ask(manager, "r")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert ended == [never] and manager.in_flight == [0]
 
     asyncio.run(check())
 

@@ -7,7 +7,8 @@
 The loops, the pool, the agent loop and the server manager are the real ones. The engine has as many slots as a batch has
 responses; a step with n of them busy takes t0 + t1 n seconds, and a = t0 / (t0 + t1 slots) is the share that many sequences do
 not make dearer: near 1 on a GPU that waits for memory, near 0 where computing bounds it. Training takes a tenth of a batch's
-generation, so that generation bounds a step, and a response may be 8 versions old, since the longest is 8 times the mean.
+generation, so that generation bounds a step. A response may be as many versions old (--max-staleness) as the longest is times
+the mean: 8, but 1 where lengths are constant; more is more requests in the engine, each of which a cut takes out and puts back.
 
 limit   of waiting for all: 1 + a (E[Lmax] / E[L] - 1) times an engine whose slots are always full; by a straight line for the
         time of a step, from which a real engine departs
@@ -28,6 +29,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
+import math
 import os
 import sys
 import time
@@ -141,7 +143,6 @@ class Case:
     group: int = 8
     mean: int = 256
     steps: int = 40
-    staleness: int = 8
 
     @property
     def slots(self) -> int:
@@ -152,6 +153,10 @@ class Case:
     def max_model_len(self) -> int:
         """A prompt of one token, and the longest response."""
         return 1 + 8 * self.mean
+
+    def staleness(self, lengths: np.ndarray) -> int:
+        """So that the trainer need not wait for the longest of these."""
+        return math.ceil(lengths.max() / self.mean)
 
     def draw(self) -> dict[str, np.ndarray]:
         """Kinds of lengths, of all responses: those of CYCLE batches, again and again, so that whoever measures over a multiple
@@ -211,9 +216,10 @@ async def run(
         await fit_sync(parts)
         first, last = 0, (case.steps - 1) // CYCLE * CYCLE
     else:
-        await fit_partial(parts, batch_size=case.batch, max_staleness=case.staleness)
-        first = case.staleness + 1  # those before fill the pool, and the last ones drain it
-        last = first + (case.steps - 1 - case.staleness - first) // CYCLE * CYCLE
+        staleness = case.staleness(lengths)
+        await fit_partial(parts, batch_size=case.batch, max_staleness=staleness)
+        first = staleness + 1  # those before fill the pool, and the last ones drain it
+        last = first + (case.steps - 1 - staleness - first) // CYCLE * CYCLE
     seconds, busy, tokens, again = np.subtract(ends[last], ends[first])
     return (seconds - (last - first) * train_s * (loop == "sync")) / tokens, busy / seconds, again / tokens
 
