@@ -421,7 +421,8 @@ class LLMServerManager:
     `servers` are Ray actor handles, or plain objects, with one coroutine, `generate_for_partial`, as `VLLMServer` has it. One
     of your own takes (request_id, *, prompt_ids, sampling_params, param_version, ticket), and answers with the new token ids,
     that of the stop token included; as many log-probabilities, in nats, of the distribution that was sampled; and whether it
-    was cut. What came for weights that it does not have it sends back as ([], [], True). It may ignore `ticket`.
+    was cut. What came for weights that it does not have it sends back as ([], [], True). It may ignore `ticket`. Where an actor
+    has `generate_for_request`, which takes all of these in one dict, that is called in its place.
     """
 
     max_homes = 10_000

@@ -118,7 +118,8 @@ class Run:
     def signal(self, title: str, number: int) -> None:
         """Sends a signal to the one process with that title."""
         pids = self.processes(title)
-        assert pids, f"no process {title!r}"
+        ended = f"status {self.process.poll()} after {len(self.curve())} steps"
+        assert pids, f"no process {title!r} among {self.processes()}, {ended}"
         os.kill(pids[0], number)
 
     def wait_for_step(self, step: int, limit_s: float = 240) -> None:
