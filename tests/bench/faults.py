@@ -169,12 +169,12 @@ FLAGS = {name: ["--workers", "2"] for name in FAULTS if name.startswith("one of 
 
 
 def inject(name: str, folder: Path, rng: random.Random) -> tuple[Run, int, str, float]:
-    """One run with one fault after its second step, at any moment until its fourth. Returns (run, status, output, seconds from
+    """One run with one fault after its second step, at any moment until its fifth. Returns (run, status, output, seconds from
     the fault to the end)."""
     mode, fault, _, _ = FAULTS[name]
     program = {"program": ("-c", HEAD + PROGRAMS[name] + TAIL)} if name in PROGRAMS else {}
     run = Run(folder, name.replace(" ", "-").replace(",", ""), "--mode", mode, *FLAGS.get(name, []), **program)
-    run.wait_for_step(2 if program else rng.randint(2, 3))  # by steps, since by a clock the run might be over
+    run.wait_for_step(2 if program else rng.randint(2, 4))  # by steps, since by a clock the run might be over
     if not program:
         time.sleep(rng.uniform(0, 0.3))
     start = time.monotonic()

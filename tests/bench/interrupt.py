@@ -2,7 +2,7 @@
 
     python tests/bench/interrupt.py                  # about a minute
     python tests/bench/interrupt.py --real           # vLLM with the pocket policy: about half an hour
-    python tests/bench/interrupt.py --real --lengths constant --mean 1024
+    python tests/bench/interrupt.py --real --lengths constant --rounds 7
 
 The loops, the pool, the agent loop and the server manager are the real ones. The engine has as many slots as a batch has
 responses; a step with n of them busy takes t0 + t1 n seconds, and a = t0 / (t0 + t1 slots) is the share that many sequences do
