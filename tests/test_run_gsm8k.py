@@ -42,6 +42,7 @@ from hypothesis import strategies as st
 import run_gsm8k
 import trainer
 from one_step_off import Ragged, RolloutBatch
+from processes import processes
 from run_gsm8k import (
     POCKET,
     PocketProblems,
@@ -1209,8 +1210,7 @@ def test_a_run_whose_engine_and_worker_are_killed_loses_nothing(tmp_path: Path, 
         assert time.monotonic() < end and run.poll() is None, run.communicate()
         time.sleep(0.02)
     for title in ("EngineCore", "ray::AgentLoopWorker"):
-        (pid, *_) = [pid for pid, text in processes_marked(str(tmp_path)) if title in text]
-        os.kill(pid, signal.SIGKILL)
+        next(processes(str(tmp_path), title)).kill()
     out, err = run.communicate(timeout=300)
     assert run.returncode == 0, err
     assert "vLLM server 0 was started again, and has the weights of version" in out, out
@@ -1306,7 +1306,7 @@ def test_ctrl_c_ends_the_run_and_leaves_nothing(tmp_path: Path, short_tmp: Path)
     _, err = run.communicate(timeout=60)
     assert run.returncode == 130 and err.strip().splitlines()[-1] == "interrupted", err
     end = time.monotonic() + 30
-    while left := [*processes_marked(str(tmp_path)), *short_tmp.iterdir()]:
+    while left := [*processes(str(tmp_path)), *short_tmp.iterdir()]:
         assert time.monotonic() < end, left
         time.sleep(0.1)
 
@@ -1320,7 +1320,7 @@ def test_sigterm_while_ray_starts_leaves_nothing_behind(seconds: float, tmp_path
     _, err = run.communicate(timeout=60)
     assert run.returncode == 130 and err.strip().splitlines()[-1] == "interrupted", err
     end = time.monotonic() + 30
-    while left := [*processes_marked(str(tmp_path)), *short_tmp.iterdir()]:
+    while left := [*processes(str(tmp_path)), *short_tmp.iterdir()]:
         assert time.monotonic() < end, left
         time.sleep(0.1)
 
@@ -1395,19 +1395,6 @@ for _ in range(5):
     assert many > 10 and not left, (many, left)
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
-
-
-def processes_marked(mark: str) -> list[tuple[int, str]]:
-    """(pid, command line and name) of the processes whose environment has RUN_MARK=mark: the run's and its children's."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"RUN_MARK={mark}".encode() in (process / "environ").read_bytes().split(b"\0"):
-                text = (process / "cmdline").read_bytes().replace(b"\0", b" ") + (process / "comm").read_bytes()
-                found.append((int(process.name), text.decode()))
-        except OSError:
-            pass
-    return found
 
 
 def test_the_docstring_examples_are_true() -> None:

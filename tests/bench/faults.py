@@ -26,7 +26,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from processes import processes  # noqa: E402
+
 SMALL = ["--preset", "pocket", "--steps", "6", "--batch-size", "4", "--group-size", "4", "--eval-problems", "8"]
 SMALL += ["--response-length", "128", "--save-every", "1", "--server-timeout-s", "15"]
 
@@ -101,26 +107,12 @@ class Run:
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
         )
 
-    def processes(self, title: str = "") -> list[int]:
-        """Pids of this run's processes whose command line or name has `title` in it."""
-        found = []
-        for entry in Path("/proc").glob("[0-9]*"):
-            try:
-                environ = (entry / "environ").read_bytes()
-                if f"RUN_MARK={self.mark}".encode() in environ.split(b"\0"):
-                    text = (entry / "cmdline").read_bytes() + (entry / "comm").read_bytes()
-                    if title.encode() in text:
-                        found.append(int(entry.name))
-            except OSError:
-                pass
-        return found
-
     def signal(self, title: str, number: int) -> None:
         """Sends a signal to the one process with that title."""
-        pids = self.processes(title)
+        process = next(processes(self.mark, title), None)
         ended = f"status {self.process.poll()} after {len(self.curve())} steps"
-        assert pids, f"no process {title!r} among {self.processes()}, {ended}"
-        os.kill(pids[0], number)
+        assert process, f"no process {title!r} among {list(processes(self.mark))}, {ended}"
+        process.send_signal(number)
 
     def wait_for_step(self, step: int, limit_s: float = 240) -> None:
         """Until that many steps are in metrics.jsonl."""
@@ -187,7 +179,7 @@ def left_behind(run: Run, before: set[Path]) -> list[str]:
     """Processes and files of a run that has ended, after a moment of grace."""
     for _ in range(50):
         files = [*run.temporary.iterdir(), *(shared_memory() - before)]
-        left = [f"pid {pid}" for pid in run.processes()] + [str(path) for path in files]
+        left = [f"pid {process.pid}" for process in processes(run.mark)] + [str(path) for path in files]
         if not left:
             return []
         time.sleep(0.1)
@@ -309,9 +301,9 @@ def main() -> int:
 def clean_up() -> None:
     """Whatever has failed: no process and no folder stays."""
     for run in Run.all:
-        for pid in run.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for process in processes(run.mark):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         shutil.rmtree(run.temporary, ignore_errors=True)
 
 

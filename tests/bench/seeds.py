@@ -10,6 +10,7 @@ proportional set sizes of all processes of the run, sampled every two seconds.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -19,20 +20,21 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from processes import processes  # noqa: E402
 
 
 def memory_mb(mark: str) -> float:
     """Proportional set size, MB, of every process whose environment has RUN_MARK=mark."""
     total = 0
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"RUN_MARK={mark}".encode() in (process / "environ").read_bytes():
-                rollup = (process / "smaps_rollup").read_text()
-                total += int(re.search(r"Pss:\s+(\d+) kB", rollup)[1])
-        except (OSError, TypeError):
-            pass
-    return total / 1024
+    for process in processes(mark):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            total += process.memory_full_info().pss
+    return total / 2**20
 
 
 def run(mode: str, seed: int, folder: Path, extra: list[str]) -> dict[str, object]:

@@ -16,7 +16,6 @@ import contextlib
 import itertools
 import os
 import random
-import signal
 import sys
 import tempfile
 import time
@@ -24,11 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import run_gsm8k  # noqa: E402
+from processes import processes  # noqa: E402
 
 STALENESS = 2
 
@@ -51,19 +52,6 @@ class Watched(run_gsm8k.Run):
         self.partial += int((rollouts["span_lengths"].lengths > 1).sum())
 
 
-def pids(title: str, mark: str) -> list[int]:
-    """Processes of this run with that title."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"RUN_MARK={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                if title.encode() in (entry / "cmdline").read_bytes() + (entry / "comm").read_bytes():
-                    found.append(int(entry.name))
-        except OSError:
-            pass
-    return found
-
-
 async def disturb(run: Watched, rng: random.Random, mark: str, happened: dict[str, int]) -> None:
     """One thing after the other, for ever."""
     kills = {"engine killed": "EngineCore", "server killed": "ray::VLLMServer", "worker killed": "ray::AgentLoopWorker"}
@@ -72,12 +60,12 @@ async def disturb(run: Watched, rng: random.Random, mark: str, happened: dict[st
         await asyncio.sleep(rng.expovariate(1 / 3))
         what = rng.choice(["pause", "cancel and resume", "sync", *kills])
         if what in kills:
-            found = pids(kills[what], mark)
+            found = list(processes(mark, kills[what]))
             if not found or not left[kills[what]]:
                 continue
             left[kills[what]] -= 1
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(rng.choice(found), signal.SIGKILL)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rng.choice(found).kill()
         elif what == "pause":
             await run.manager.cancel()
             await asyncio.sleep(rng.uniform(0, 2))
