@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 # ---- The container: one kind all the way from prompt to gradient -----------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Ragged:
     """A column whose rows differ in length, packed: one flat array and the length of each row.
 
@@ -203,6 +203,8 @@ class RolloutBatch:
                 raise ValueError(f"part {i} and part 0 differ in columns {sorted(differing)}")
             for key in first.meta_info.keys() | part.meta_info.keys():
                 ours, theirs = first.meta_info.get(key), part.meta_info.get(key)
+                if ours is theirs:
+                    continue
                 if not np.array_equal(ours, theirs) if isinstance(ours, np.ndarray) else ours != theirs:
                     raise ValueError(f"part {i} and part 0 differ in meta_info[{key!r}]: {theirs!r} and {ours!r}")
         if len(parts) == 1:
@@ -240,11 +242,11 @@ class AgentLoopWorker:
     `async run(sampling_params, **sample) -> output`, where `output` has the attributes named in `TOKEN_COLUMNS`, a dict
     `extra_fields` of scalars, with the same keys for all, and a dict `metrics`. partial_rollout.AgentLoopOutput is one such.
     `sample` has every column of the row, `param_version` where meta_info has it, and `ticket`: so let `run` end in `**_`. The
-    ticket goes with the sample's first request to partial_rollout.LLMServerManager, which keeps a run repeatable; a batch of
-    which a sample makes no request starts 20 s late, so a loop that may make none passes it on to no one.
+    ticket goes with the sample's first request to partial_rollout.LLMServerManager, which keeps a run repeatable: the servers
+    wait for all requests of a batch. A loop that may make no request must not pass on any ticket, or they wait for 20 s.
 
-    The actor is `ray.remote(max_concurrency=2**16, max_restarts=3)(AgentLoopWorker)`: by default Ray lets a thousand calls in,
-    and does not start it again when it dies.
+    The actor is `ray.remote(max_concurrency=2**16, max_restarts=3)(AgentLoopWorker)`. Ray's defaults are a thousand calls at
+    once, and no restart when it dies.
     """
 
     def __init__(self, make_agent_loop: Callable[[], Any]) -> None:
@@ -260,8 +262,8 @@ class AgentLoopWorker:
         Reads meta_info["sampling_params"], a dict for the loop; meta_info["param_version"], the version that the servers were
         last given (they send back what comes for another; without it the loop's default, 0, counts); a column `seed` of ints.
         Sets the columns `TOKEN_COLUMNS` and those of `extra_fields`; every other column that came in goes out again (with
-        `new_columns_only` none but `uid`, since a manager has them). So the result can be sent in once more: responses that
-        were cancelled are then resumed, finished ones stay as they are.
+        `new_columns_only` none but `uid`, and no meta_info, since a manager has them). So the result can be sent in once more:
+        responses that were cancelled are then resumed, finished ones stay as they are.
         Its `meta_info["metrics"]` has an array (n,) for each figure: seconds, prompt and response length in tokens, and the
         loop's own, nan where a sample has none.
         A sample that raises takes its siblings with it; the error names its `uid`.
@@ -287,7 +289,7 @@ class AgentLoopWorker:
             columns[name] = [output.extra_fields[name] for output, _ in outputs]
         figures = dict.fromkeys(name for _, metrics in outputs for name in metrics)
         by_name = {name: np.array([metrics.get(name, np.nan) for _, metrics in outputs]) for name in figures}
-        return RolloutBatch(columns, {**prompts.meta_info, "metrics": by_name})
+        return RolloutBatch(columns, ({} if new_columns_only else prompts.meta_info) | {"metrics": by_name})
 
     async def _run(self, sampling_params: dict[str, Any], sample: dict[str, Any]) -> tuple[Any, dict[str, float]]:
         start = time.perf_counter()
@@ -430,7 +432,7 @@ class AgentLoopManager:
         """The answer to one call, joined to what stayed here; if its worker dies, that of the worker which takes over."""
         from ray.exceptions import ActorUnavailableError, GetTimeoutError, OutOfMemoryError, RayActorError, RayTaskError
 
-        dead: set[int] = set()
+        dead: dict[int, bool] = {}  # workers that have had this call, and whether Ray starts them again
         while True:
             try:
                 answer = await get(call.ref)
@@ -442,14 +444,15 @@ class AgentLoopManager:
             except RayTaskError as error:
                 raise RuntimeError(f"{call} failed: {error.cause}") from error
             except (RayActorError, OutOfMemoryError) as error:  # the second: Ray has killed it for its memory, for good
-                dead.add(call.worker)
+                dead[call.worker] = isinstance(error, ActorUnavailableError)
                 self._leave_out(call.worker)
                 alive = [i for i in self._workers_that_are_up() if i not in dead]
+                coming = [i for i in (call.worker, *dead) if dead[i]]
                 if alive:
                     heir = alive[call.worker % len(alive)]
                     ref = self._submit(heir, call.chunk)
-                elif isinstance(error, ActorUnavailableError):  # Ray starts it again, and keeps the call until it is there
-                    heir = call.worker
+                elif coming:  # Ray keeps the call until it is there again
+                    heir = coming[0]
                     ref = self._submit(heir, call.chunk, max_task_retries=-1)
                 else:
                     raise RuntimeError(f"{call} died, and no other worker is left") from error
@@ -562,7 +565,7 @@ async def _demo(steps: int = 4, seconds: float = 0.5) -> None:
     import ray
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    actor = ray.remote(num_cpus=0)(AgentLoopWorker)
+    actor = ray.remote(num_cpus=0, max_concurrency=2**16, max_restarts=3)(AgentLoopWorker)
     manager = OneStepOffAgentLoopManager([actor.remote(_Sleeper) for _ in range(3)])
     prompts = RolloutBatch(
         {"uid": list("abcdefg"), "prompt_ids": Ragged.pack([[i] * i for i in range(7)], np.int32)},

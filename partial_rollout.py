@@ -29,7 +29,6 @@ Run: python partial_rollout.py  (a toy engine, cut at every place)
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import functools
 import gc
@@ -189,10 +188,10 @@ def remaining_params(sampling_params: Mapping[str, Any], done: int, budget: int)
     >>> remaining_params({"min_tokens": 8, "temperature": 1.0}, done=5, budget=20)
     {'min_tokens': 3, 'temperature': 1.0, 'max_tokens': 15}
     """
-    params = {**sampling_params, "max_tokens": budget - done}
-    if "min_tokens" in params:
-        params["min_tokens"] = max(0, params["min_tokens"] - done)
-    return params
+    given = {name: value for name, value in sampling_params.items() if value is not None and name not in NEUTRAL}
+    if "min_tokens" in given:
+        given["min_tokens"] = max(0, given["min_tokens"] - done)
+    return {**given, "max_tokens": budget - done}
 
 
 def find_stop(
@@ -384,7 +383,7 @@ class PartialSingleTurnAgentLoop(AgentLoopBase):
             reason = "length"
         if stop := sampling_params.get("stop"):
             stop = [stop] if isinstance(stop, str) else stop
-            if cut := find_stop(response_ids, stop, sampling_params.get("min_tokens", 0), self.decode):
+            if cut := find_stop(response_ids, stop, sampling_params.get("min_tokens") or 0, self.decode):
                 response_ids, logprobs, reason = response_ids[:cut], logprobs[:cut], "stop"
         spans = extend_spans(output.spans, param_version, len(response_ids) - len(old_ids))
         more = {"metrics": {"num_calls": num_calls}, "request_id": request_id}
@@ -415,8 +414,9 @@ class SingleTurnAgentLoop(PartialSingleTurnAgentLoop):
 
 
 class LLMServerManager:
-    """Spreads requests over servers: fewest in flight first, and a resumed request back to where its prefix may be cached (a
-    sync of weights empties the cache). Those with a ticket, as the requests of run_gsm8k.py have, are dealt out in turn.
+    """Spreads requests over servers: to the one with the fewest of its own in flight, and a resumed request back to where its
+    prefix may be cached (a sync of weights empties the cache). Those with a ticket, which AgentLoopWorker gives to each sample,
+    are dealt out in turn.
 
     `servers` are Ray actor handles, or plain objects, with one coroutine, `generate_for_partial`, as `VLLMServer` has it. One
     of your own takes (request_id, *, prompt_ids, sampling_params, param_version, ticket), and answers with the new token ids,
@@ -484,10 +484,12 @@ class LLMServerManager:
 
 def _needs_engine(method: Callable) -> Callable:
     """Decorator of VLLMServer's coroutines: where the engine is dead, and `exit_when_dead` says so, this process ends, and Ray
-    starts the actor again."""
+    starts the actor again. Else vLLM's EngineDeadError is raised."""
 
     @functools.wraps(method)
     async def call(self: VLLMServer, *args: Any, **kwargs: Any) -> Any:
+        if self._watching is None:
+            self._watching = asyncio.ensure_future(self._watch_engine())
         try:
             return await method(self, *args, **kwargs)
         except Exception as error:
@@ -510,7 +512,8 @@ class VLLMServer:
     cores        CPU cores for the engine's process, a thread for each: with more threads than free cores, decoding is 15
                  times slower. None leaves it where it is (a GPU machine)
     exit_when_dead    whether this process ends when its engine has died. As an actor with max_restarts it is then started
-                 again, and with max_task_retries its requests are sent again, each with the tokens it was sent with
+                 again, and with max_task_retries its requests are sent again, each with the tokens it was sent with. Without
+                 it every call raises vLLM's EngineDeadError, those that were under way too, within a second
     wait_for_weights  asked at the start; if it says True, requests wait for the first `update_weights`. For an actor that was
                  started again: what it has loaded are the weights of the beginning
     engine_args  anything else that vllm.AsyncEngineArgs knows: dtype, max_model_len, tensor_parallel_size, ...
@@ -577,7 +580,7 @@ class VLLMServer:
         # Why no request is taken: "cancel", "sleep", "update", or "no weights" after sleep(2).
         self._closed_by: set[str] = set()
         self._door = asyncio.Lock()  # held while a request goes in, and while the door moves: none is ever half-way
-        self._paused = False  # from a sync until the next request is in
+        self._paused = False  # whether the engine is: from a cut, or before a batch goes in, until the next request is in
         self._batches: dict[Any, dict[int, tuple[Callable, asyncio.Future]]] = {}  # requests that wait for the rest, by index
         self._begun: deque[Any] = deque(maxlen=100)  # batches that wait no more: whoever is late goes in alone
         self.exit_when_dead = exit_when_dead
@@ -585,7 +588,7 @@ class VLLMServer:
         self._has_weights = asyncio.Event()  # not set after a restart: requests then wait, in place of being sent back
         if not restarted:
             self._has_weights.set()
-        self._sampler_installed = False
+        self._setting_up, self._is_set_up = asyncio.Lock(), False
         self._in_flight = 0
         self._busy: list[tuple[float, float, int]] = []  # see busy_spans
         self._busy_since = (0.0, 0)
@@ -593,23 +596,24 @@ class VLLMServer:
     @_needs_engine
     async def ready(self) -> dict[str, Any]:
         """Answers once requests can be served: pid, cores and threads of the engine's process."""
-        await self._install_sampler()
-        await self.engine.collective_rpc("die_with_server", args=(os.getpid(),))
-        if self.exit_when_dead and self._watching is None:
-            self._watching = asyncio.ensure_future(self._exit_with_engine())
+        await self._set_up()
         gc.collect()
         gc.freeze()  # what vLLM has imported stays; to look through it for garbage took 0.35 s in every tenth batch of 128
-        if self.cores is not None:  # only now: while everything is being imported, any core will do
-            # The engine alone. This process works when the engine's step is over, on whichever core has nothing to do: pinned
-            # beside the engine it would hold up the next step, which made a step of fit_sync a tenth longer.
-            await self.engine.collective_rpc("pin", args=(list(self.cores),))
         return (await self.engine.collective_rpc("describe"))[0]
 
-    async def _install_sampler(self) -> None:
-        if not self._sampler_installed:
+    async def _set_up(self) -> None:
+        """What the engine needs before its first request. Once: whoever comes meanwhile waits."""
+        async with self._setting_up:
+            if self._is_set_up:
+                return
+            await self.engine.collective_rpc("die_with_server", args=(os.getpid(),))
             await self.engine.collective_rpc("install_sampler")
             await self.engine.collective_rpc("carry_logprobs", args=(self._logprobs.path, self._logprobs.width))
-            self._sampler_installed = True
+            if self.cores is not None:  # only now: while everything is being imported, any core will do
+                # The engine alone. This process works when the engine's step is over, on whichever core has nothing to do:
+                # pinned beside the engine it would hold up the next step, which made a step of fit_sync a tenth longer.
+                await self.engine.collective_rpc("pin", args=(list(self.cores),))
+            self._is_set_up = True
 
     # -- requests
 
@@ -682,7 +686,7 @@ class VLLMServer:
 
         async def put_in() -> Any:
             # Seam: a request that comes while the door is closed goes back at once, and leaves nothing behind.
-            if self._closed_by or param_version not in (None, self.param_version):
+            if self._is_closed() or param_version not in (None, self.param_version):
                 return None
             from vllm.inputs.engine import tokens_input
 
@@ -691,11 +695,13 @@ class VLLMServer:
             return await self.engine.add_request(request_id, tokens_input(prompt_ids), vllm_params)
 
         if not self._has_weights.is_set():
-            # This server was started again, in the middle of a batch of which some may be finished: no one waits for those.
+            # This server was started again, in the middle of a batch of which some may be finished. They do not come again, so
+            # the others must not wait for them.
             if ticket is not None:
                 self._begin_batch(ticket[0])
             await self._has_weights.wait()
-        await self._install_sampler()
+        if not self._is_set_up:
+            await self._set_up()
         outputs = None
         try:
             outputs = await (self._take_one(put_in) if ticket is None else self._take_batch(ticket, put_in))
@@ -728,15 +734,15 @@ class VLLMServer:
     async def _take_batch(self, ticket: tuple[Any, int, int], put_in: Callable[[], Any], patience_s: float = 20) -> Any:
         """Waits until all of the batch is here, then puts it in, by index, before the engine takes a step.
 
-        Sampled tokens do not depend on the company they are decoded in, but log-probabilities do, in their last bits. This
-        makes the engine's batches a function of the data alone, and a run repeatable to the bit.
+        In float32 sampled tokens do not depend on the company they are decoded in, but log-probabilities do, in their last
+        bits. This makes the engine's batches a function of the data alone, and a run repeatable to the bit.
         Where a worker died, another sends its requests again: they take the places of those that wait, or follow a batch that
         is in.
         """
         batch, index, size = ticket
         entered: asyncio.Future = asyncio.get_running_loop().create_future()
         async with self._door:
-            if self._closed_by:
+            if self._is_closed():
                 self._begin_batch(batch)
                 return None
             if waits := batch not in self._begun:
@@ -760,6 +766,8 @@ class VLLMServer:
             raise
         finally:
             entered.cancel()  # a caller that gave up meanwhile is not put in; else a no-op
+            if self._batches.get(batch) is waiting and all(other.cancelled() for _, other in waiting.values()):
+                self._begin_batch(batch)  # all have given up
 
     def _begin_batch(self, batch: Any) -> dict[int, tuple[Callable, asyncio.Future]]:
         """Those that wait; no one waits for `batch` from now on."""
@@ -772,6 +780,11 @@ class VLLMServer:
         if request is not None and not request[1].done():
             request[1].set_result(None)
 
+    @staticmethod
+    def _refuse(entered: asyncio.Future, error: Exception) -> None:
+        if not entered.done():
+            entered.set_exception(error)
+
     async def _enter_together(self, waiting: dict[int, tuple[Callable, asyncio.Future]]) -> None:
         async with self._door:
             try:
@@ -779,23 +792,32 @@ class VLLMServer:
                     await self._pause("keep")
                 for _, (put_in, entered) in sorted(waiting.items()):
                     if not entered.done():
-                        outputs = await put_in()
+                        try:
+                            outputs = await put_in()
+                        except ValueError as error:  # vLLM refuses this one, not the batch: its prompt is too long, say
+                            self._refuse(entered, error)
+                            continue
                         if not entered.cancelled():
                             entered.set_result(outputs)
                         else:  # its caller gave up on the way in
                             await self._abort(outputs)
             except Exception as error:  # whoever waits must hear of it, not only the caller that came last
                 for _, entered in waiting.values():
-                    if not entered.done():
-                        entered.set_exception(error)
+                    self._refuse(entered, error)
             finally:
                 await self._go_on()
 
     # -- the door
 
+    def _is_closed(self) -> bool:
+        if self.engine.errored:
+            raise self.engine.dead_error
+        return bool(self._closed_by)
+
     @_needs_engine
     async def cancel(self) -> None:
-        """Ends every request in flight, each with the tokens it has, and takes none until `resume`."""
+        """Ends every request in flight, each with the tokens it has, and takes none until `resume`. (In a server that was
+        started again those that wait for weights go on waiting.)"""
         async with self._door:
             await self._close("cancel")
 
@@ -914,10 +936,16 @@ class VLLMServer:
         """Never answers: the call fails when this actor dies, and so tells of its death."""
         await asyncio.get_running_loop().create_future()
 
-    async def _exit_with_engine(self) -> None:
+    async def _watch_engine(self) -> None:
         while not self.engine.errored:  # noqa: ASYNC110  (vLLM tells no one)
             await asyncio.sleep(1)
-        os._exit(1)  # what it was asked at that moment is never answered, and would hold the door
+        if self.exit_when_dead:
+            os._exit(1)
+        # What an engine was asked when it died vLLM never answers; who waits for that would wait for ever, and hold the door.
+        self.engine.output_processor.propagate_error(self.engine.dead_error)
+        for answer in self.engine.engine_core.utility_results.values():
+            if not answer.done():
+                answer.set_exception(self.engine.dead_error)
 
     async def busy_spans(self) -> list[tuple[float, float, int]]:
         """(start, end, param_version) of each period with requests in flight, in seconds of time.time()."""
@@ -935,10 +963,14 @@ class VLLMServer:
             self._busy.append((start, time.time(), param_version))
 
     async def shutdown(self) -> None:
-        """Ends the engine's process. It has nothing to save, so it has a second to leave by itself; vLLM would give it five."""
+        """Ends the engine's process, after a cancel: what is in flight comes back. Idempotent."""
+        if not self.engine.errored:
+            await self.cancel()
+            while self._in_flight:  # noqa: ASYNC110  (until they have their answers)
+                await asyncio.sleep(0.01)
         if self._watching is not None:
             self._watching.cancel()
-        self.engine.shutdown(timeout=1.0)
+        self.engine.shutdown(timeout=1.0)  # it has nothing to save, so it leaves by itself; vLLM would give it five
 
 
 class LogprobTable:
@@ -968,6 +1000,8 @@ class LogprobTable:
 
     def take_row(self, start: int, n: int | None = None) -> int:
         """The number of a row that no one else has, for the tokens at positions start .. start + n - 1, or to its end."""
+        if not self._free:
+            raise RuntimeError(f"a server takes {self.rows} requests at once; this one is more")
         row = self._free.pop()
         # Seam: what is never written must not pass for 0, which would be certain, nor for what another request left here.
         self.values[row, start : None if n is None else start + n] = math.nan
@@ -983,7 +1017,8 @@ class LogprobTable:
 
 
 class WorkerExtension:
-    """What runs inside vLLM's worker process: with `VLLMServer._pause` the only code here that touches vLLM's private parts.
+    """What runs inside vLLM's worker process: with `_pause` and `_watch_engine` of VLLMServer the only code here that touches
+    vLLM's private parts.
 
     Written against vLLM 0.32, model runner V1. `tests/test_partial_rollout.py` fails when one of them moves.
     """
@@ -1021,14 +1056,15 @@ class WorkerExtension:
     def _unlink_tqdm_lock() -> None:
         """The lock of tqdm's progress bars is a semaphore with a name, a file in /dev/shm. In use it needs the name no more,
         and whoever is killed cannot take it away."""
-        from multiprocessing.synchronize import SemLock
+        from multiprocessing import util
 
         from tqdm.std import TqdmDefaultWriteLock
 
         lock = getattr(TqdmDefaultWriteLock, "mp_lock", None)
-        if lock is not None and lock._semlock.name:
-            with contextlib.suppress(FileNotFoundError):  # gone already
-                SemLock._cleanup(lock._semlock.name)
+        name = lock is not None and lock._semlock.name
+        for at_exit in list(util._finalizer_registry.values()):
+            if name and name in (at_exit._args or ()):
+                at_exit()  # what this process does when it ends in peace; once
 
     def pin(self, cores: Sequence[int]) -> None:
         """Keeps this process on `cores`."""

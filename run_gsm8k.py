@@ -105,7 +105,7 @@ class Config:
         least=0,
         alone=1,
     )
-    seed: int = knob(0, "what", "of problems, sampling and everything else; the same seed gives the same run", least=0)
+    seed: int = knob(0, "what", "of all that is random; the same seed gives the same run (not in partial mode)", least=0)
     steps: int = knob(20, "what", "updates of the policy", least=1)
 
     batch_size: int = knob(16, "training", "prompts per step", least=1)
@@ -148,7 +148,10 @@ class Config:
         False, "machines", "sync mode on one GPU: the server sleeps, without its weights, while training goes on"
     )
     gpu_memory_utilization: float = knob(
-        0.0, "machines", "share of a GPU's memory for an engine; 0: 0.9, beside a trainer 0.4, by turns 0.6", least=0
+        0.0,
+        "machines",
+        "share of a GPU's memory for an engine; 0: 0.9, beside a trainer 0.4, by turns 0.6",
+        least=0,
     )
     trainer_workers: int = knob(
         1, "machines", "processes that train together, by PyTorch's FSDP2; 1: no process group", least=1
@@ -307,7 +310,7 @@ def can_reach(url: str) -> bool:
         if not getproxies().keys() - {"no"}:
             port = parts.port or {"http": 80, "https": 443}[parts.scheme]
             socket.create_connection((parts.hostname, port), timeout=5).close()
-    except OSError:
+    except (OSError, KeyError, ValueError):  # the last two: it is no address of a host
         return False
     return True
 
@@ -397,7 +400,7 @@ class Run:
     """One run from start to summary. `start` brings everything up, `fit` trains, `close` takes everything down."""
 
     def __init__(self, config: Config) -> None:
-        """Looks at what can be looked at without a library that is slow to import. Raises UsageError."""
+        """Looks at what can be looked at before anything is started. Raises UsageError."""
         self.config = config
         self.started = time.perf_counter()
         self.rows: list[dict[str, Any]] = []
@@ -407,6 +410,7 @@ class Run:
         self.manager: Any = None
         self.trainer: Any = None
         self.first_rollouts: Any = None
+        self.batch_of_groups: tuple[int, Any] = (-1, None)  # see `group`
         self.temporary = ""
         self.tmpdir: str | None = None  # what the environment said before
         self.locked: int | None = None  # an open file, while this run has its folder for itself
@@ -423,7 +427,7 @@ class Run:
                 f"cannot write to {self.folder}: {parent} is no folder that takes files; choose another with --out"
             )
         self.checkpoints = self.folder / "checkpoints"
-        self.resume_from = None
+        self.resume_from, self.seen = None, sorted(self.checkpoints.glob("step_*"))
         if config.resume:
             from trainer import newest_checkpoint
 
@@ -449,6 +453,8 @@ class Run:
             self._lock_folder()
             if not config.resume and any(folder.iterdir()):
                 raise UsageError(f"{folder} exists already: another run has made it meanwhile; choose another --name")
+            if sorted(self.checkpoints.glob("step_*")) != self.seen:
+                raise UsageError(f"{folder}: a run that has just ended has gone on with it meanwhile; the same command again")
             save_config(config, folder)
         except OSError as error:
             raise UsageError(f"cannot write to {folder} ({error.strerror}): choose another folder with --out") from error
@@ -643,7 +649,9 @@ class Run:
         """The prompts of one group: row by row those that `generate` makes of the same problem."""
         t, place = divmod(number, self.config.batch_size)
         size = self.config.group_size
-        return self._prompts(t)[place * size : (place + 1) * size]
+        if self.batch_of_groups[0] != t:  # they are asked for one after the other
+            self.batch_of_groups = t, self._prompts(t)
+        return self.batch_of_groups[1][place * size : (place + 1) * size]
 
     def generate_groups(self, groups: Sequence[Any]) -> list[Awaitable[Any]]:
         """Starts each of the groups, or resumes it, at the version that the servers have."""
@@ -689,7 +697,8 @@ class Run:
         return {"accuracy": float((rollouts["rewards"] == 1).mean()), "answered": sum(answered) / len(answered)}
 
     def _measured(self) -> dict[str, Any]:
-        return {"problems": len(self.test_prompts), "reward": self.config.reward}
+        names = "reward", "prompt_length", "response_length", "dtype"
+        return {"problems": len(self.test_prompts)} | {name: getattr(self.config, name) for name in names}
 
     def read_before(self) -> dict[str, float] | None:
         """What an earlier launch measured before training: a resumed run has no weights to do so any more. None if none has, or
@@ -826,7 +835,10 @@ class Run:
                 self.timeline.add(f"server {i}", name, start + clocks_apart, end + clocks_apart, version)
 
     def _drop_rows_from(self, step: int) -> None:
-        """A resumed run repeats the steps after its checkpoint: their lines go, and the earlier ones count."""
+        """A resumed run repeats the steps after its checkpoint: their lines go, and the earlier ones count. A summary of
+        fewer steps goes too: a run that has one is over."""
+        if step < self.config.steps:
+            (self.folder / "summary.json").unlink(missing_ok=True)
         for name in ("metrics.jsonl", "samples.jsonl"):
             path = self.folder / name
             if path.exists():
@@ -1156,9 +1168,12 @@ def model_lengths(model: str, config: Config) -> dict[str, int]:
     total = config.prompt_length + config.response_length
     file = Path(model) / "config.json"  # a model from the hub is checked by vLLM
     try:
-        limit = json.loads(file.read_text()).get("max_position_embeddings", total) if file.exists() else total
+        about = json.loads(file.read_text()) if file.exists() else {}
     except ValueError as error:
         raise UsageError(f"--model {model} cannot be loaded: {file} is no JSON ({error})") from error
+    if not isinstance(about, dict):
+        raise UsageError(f"--model {model} cannot be loaded: {file} is no JSON object")
+    limit = about.get("max_position_embeddings") or total
     if total > limit:
         raise UsageError(
             f"--prompt-length {config.prompt_length} and --response-length {config.response_length} do not fit in the {limit} "
@@ -1272,7 +1287,7 @@ def start_ray(config: Config, temporary: str, hide_gpus: int = 0) -> None:
     on_sigterm = signal.getsignal(signal.SIGTERM)
     quiet = {"log_to_driver": config.verbose, "logging_level": "WARNING" if config.verbose else "ERROR"}
     if config.ray_address:
-        ours = ("OMP_", "VLLM_", "HF_", "TRANSFORMERS_", "RUN_MARK")
+        ours = ("OMP_", "VLLM_", "HF_", "TRANSFORMERS_", "RUN_MARK")  # by the last one tests find a run's processes
         environment = {name: value for name, value in os.environ.items() if name.startswith(ours)}
         modules = [str(HERE / f"{name}.py") for name in ("one_step_off", "partial_rollout", "trainer", "run_gsm8k")]
         try:
@@ -1962,7 +1977,9 @@ def describe_failure(run: Run, error: Exception) -> str:
         pass
     config = run.config
     if isinstance(error, FloatingPointError):  # it would happen again
-        newest = max(run.checkpoints.glob("step_*"), default=config.model)
+        from trainer import newest_checkpoint
+
+        newest = newest_checkpoint(run.checkpoints, lambda _: None) or config.model
         again = dataclasses.replace(config, model=str(newest), out=Config.out, name="", resume=False)
         preset = Config(**{**PRESETS[config.preset], "preset": ""})
         argv = [arg for arg, same in zip(to_argv(again), to_argv(preset), strict=True) if arg != same]
@@ -2164,6 +2181,16 @@ def check_config(config: Config) -> None:
         raise UsageError("--compare runs all three loops, and --colocate only sync: leave one of them out")
     if config.compare and config.eval_only:
         raise UsageError("--compare trains, and --eval-only does not: leave one of them out")
+    rows, ahead = config.batch_size * config.group_size, config.max_staleness if config.mode == "partial" else 0
+    if config.num_mini_batches > rows:
+        raise UsageError(f"--num-mini-batches {config.num_mini_batches}: a batch has {rows} responses; give at most that")
+    if rows * (1 + ahead) > 2**15 * config.rollout_servers:  # VLLMServer has room for twice as many
+        raise UsageError(
+            f"--batch-size {config.batch_size} and --group-size {config.group_size} are {rows * (1 + ahead)} responses at once"
+            f"{f', with --max-staleness {ahead}' * bool(ahead)}: give at most {2**15} for each of the --rollout-servers"
+        )
+    if config.clip_low > 1:
+        raise UsageError(f"--clip-low {config.clip_low}: no ratio is below 0; give at most 1")
     if config.format_score >= 1:
         raise UsageError(f"--format-score {config.format_score}: give at least 0, and less than the 1 of a right answer")
     if config.gpu_memory_utilization > 1:

@@ -377,7 +377,8 @@ class GRPOTrainer:
         `rollouts` has n rows. Ragged columns, with `rows()`, `lengths` (n,) and `values`: prompt_ids and response_ids (ints),
         response_mask (0 or 1), response_logprobs (nats, of the distribution that was sampled: after the temperature, unlike
         vLLM's default, raw_logprobs), span_versions and span_lengths (ints, for the staleness). Arrays (n,): rewards
-        (floats), group (labels) and uid (names of the samples). Of a fresh batch `abs_log_ratio` must come out near 0.
+        (floats), group (labels) and uid (names of the samples). Of a fresh batch in one mini-batch `abs_log_ratio` must come
+        out near 0.
 
         Raises ValueError for incomplete groups, and FloatingPointError, which names the step and the samples, for a loss or
         gradient that is not finite; no optimiser step is then made with it (where a batch is cut into mini-batches, those
@@ -672,7 +673,9 @@ class Timeline:
             event = {"ph": "X", "name": name, "cat": lane, "pid": 0, "tid": lanes[lane], "args": {"param_version": version}}
             events.append(event | {"ts": start * 1e6, "dur": (end - start) * 1e6})
         events += [{"ph": "i", "s": "p", "name": name, "pid": 0, "tid": 0, "ts": moment * 1e6} for name, moment in self.marks]
-        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        aside = path.with_name(f".{path.name}")
+        aside.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        aside.replace(path)  # whole, or not at all
 
     @staticmethod
     def load(path: Path) -> Timeline:
@@ -791,7 +794,7 @@ async def fit_sync(parts: Parts) -> None:
 
 
 async def fit_one_step_off(parts: Parts) -> None:
-    """Train on batch t while batch t+1 is generated. Batch 0 is fresh, each later one exactly one version old."""
+    """Train on batch t while batch t+1 is generated. The first batch is fresh, each later one exactly one version old."""
     if parts.first_step >= parts.steps:
         return
     start = time.perf_counter()
@@ -893,8 +896,8 @@ class GroupPool:
         if len(chosen) < self.batch_size:
             return None
         for later in range(self.max_staleness + 1):
-            # A group admitted at version a must be trained at a + max_staleness at the latest. Of those that are due within
-            # `later` batches after this one, these hold later * batch_size: the others must be in this one.
+            # A group admitted at version a must be trained at a + max_staleness at the latest. The `later` batches after this
+            # one can hold later * batch_size of those that are due by then: any more of them must be in this one.
             latest = version - self.max_staleness + later
             due = sum(at <= latest for at in self.admitted_at.values()) - later * self.batch_size
             if sum(self.admitted_at[number] <= latest for number in chosen) < due:
@@ -962,7 +965,8 @@ async def fit_partial(parts: Parts, *, batch_size: int, max_staleness: int) -> N
                 del in_flight[task]
             cancel_s = time.perf_counter() - cancel_start
             parts.timeline.add("rollouts", f"generate v{version}", dispatched_at, answered_at, version)
-            times = step_times(answered_at - dispatched_at, wait_s, train_s, sync_s, time.perf_counter() - start)
+            step_s, generate_s = time.perf_counter() - start, answered_at - dispatched_at
+            times = step_times(generate_s, wait_s, train_s, sync_s + cancel_s, step_s)
             parts.log(t, metrics | evaluation | times, scored)
             start = time.perf_counter()
             if t + 1 == parts.steps:
@@ -970,7 +974,7 @@ async def fit_partial(parts: Parts, *, batch_size: int, max_staleness: int) -> N
                 return
             # Nothing is in flight: the one moment to save, and to change the weights.
             parts.checkpoint(t + 1, pool.untrained(parts.concat))
-            sync_s = cancel_s + await parts.timed_sync()
+            sync_s = await parts.timed_sync()
             await parts.resume()
             evaluation = await parts.evaluated(t + 1)
             dispatched_at = answered_at = time.perf_counter()
@@ -1019,7 +1023,8 @@ def save_checkpoint(
     """
     final = root / f"step_{step:06d}"
     aside = root / f".writing_{step:06d}"
-    shutil.rmtree(aside, ignore_errors=True)
+    for left in root.glob(".writing_*"):  # by a run that was killed while it saved
+        shutil.rmtree(left, ignore_errors=True)
     ours = aside / "trainer"  # a folder of its own: vLLM takes every .safetensors beside config.json for weights
     ours.mkdir(parents=True)
     try:

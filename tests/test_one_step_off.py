@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import doctest
+import math
 import os
 import pickle
 import subprocess
@@ -133,6 +134,9 @@ class Loop:
             raise KeyError("no such thing")
         if uid in sampling_params.get("kills_once", ()) and not (self.notes / "killed").exists():
             (self.notes / "killed").touch()
+            os.kill(os.getpid(), 9)
+        if uid in sampling_params.get("kills", ()) and not (self.notes / f"killed {uid}").exists():
+            (self.notes / f"killed {uid}").touch()
             os.kill(os.getpid(), 9)
         while sampling_params.get("waits") and not (self.notes / "go").exists():
             await asyncio.sleep(0.01)
@@ -306,6 +310,9 @@ def test_what_a_worker_need_not_send_back_stays_with_the_manager(ray: Any, idle:
     batch = batch_of([[1], [2, 2]]).with_columns(raw_prompt=[[{"role": "user", "content": "x"}]] * 2)
     new = ray.get(workers[0].generate_sequences.remote(batch, new_columns_only=True))
     assert new.columns.keys() == {"uid", *TOKEN_COLUMNS, "stop_reason", "place", "size", "drawn_with"}
+    assert new.meta_info.keys() == {"metrics"}, "a copy that has travelled may differ from itself, as nan does"
+    odd = batch_of([[1], [2, 2]], threshold=float("nan"))
+    assert math.isnan(AgentLoopManager(workers).generate_sequences(odd).meta_info["threshold"])
     whole = ray.get(workers[0].generate_sequences.remote(batch))
     assert whole.columns.keys() == new.columns.keys() | {"raw_prompt"}
     rollouts = AgentLoopManager(workers[:1]).generate_sequences(batch)
@@ -432,6 +439,18 @@ def test_a_worker_that_has_died_gets_no_work_until_it_is_up_again(ray: Any, tmp_
     asyncio.run(batches())
     assert len({path.name.split("-")[1] for path in tmp_path.glob("s*-*")}) == 1 + restarts, "how many workers had work"
     assert manager._down == (set() if restarts else {1})
+
+
+@pytest.mark.parametrize("restarts", [(1, 0), (0, 1)])
+def test_a_worker_that_comes_back_is_waited_for_when_the_other_is_gone_for_good(
+    ray: Any, tmp_path: Path, restarts: tuple[int, int]
+) -> None:
+    """Both die with their samples in hand, and only one of them is started again: it generates those of both."""
+    actors = [ray.remote(num_cpus=0, max_concurrency=100, max_restarts=n)(AgentLoopWorker) for n in restarts]
+    manager = AgentLoopManager([actor.remote(lambda: Loop(tmp_path)) for actor in actors])
+    rows = [[i] for i in range(4)]
+    rollouts = manager.generate_sequences(batch_of(rows, sampling_params={"kills": ["s0", "s3"]}))
+    assert rows_of(rollouts) == rows_of(batch_of(rows))
 
 
 def test_the_death_of_the_only_worker_says_what_was_lost(ray: Any, tmp_path: Path) -> None:

@@ -331,6 +331,8 @@ def test_what_is_asked_for_never_exceeds_what_is_left(done: int, left: int, min_
     params = remaining_params(given_params, done, done + left)
     assert params == {"max_tokens": left, "min_tokens": max(min_tokens - done, 0), "top_p": 0.9}
     assert "min_tokens" not in remaining_params({}, done, done + left)
+    nothing = dict.fromkeys(["min_tokens", "presence_penalty", "n", "stop", "seed"])
+    assert remaining_params(nothing, done, done + left) == {"max_tokens": left}, "vLLM takes None for some of them only"
 
 
 @pytest.mark.parametrize(
@@ -397,15 +399,16 @@ def test_a_parameter_whose_state_would_be_lost_is_refused_before_anything_is_gen
 
 
 def test_parameters_that_survive_a_cut_are_passed_on() -> None:
-    """Those that look at prompt + tokens alone, and the neutral value of those that do not."""
+    """Those that look at prompt + tokens alone. Of the others the neutral value may be given, and goes no further: vLLM does
+    not take None for each of them."""
     params = {
         **{"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 1, "repetition_penalty": 1.1},
         **{"logit_bias": {1: 2.0}, "allowed_token_ids": [1, 2], "logprobs": 0, "ignore_eos": False},
-        **{"presence_penalty": 0.0, "frequency_penalty": 0, "n": 1, "bad_words": [], "structured_outputs": None},
     }
     manager = Answers(([97], False))
-    run(manager, params)
-    assert manager.requests[0]["sampling_params"].items() >= params.items()
+    neutral = {"presence_penalty": None, "frequency_penalty": 0, "n": 1, "bad_words": [], "structured_outputs": None}
+    run(manager, params | neutral)
+    assert manager.requests[0]["sampling_params"] == params | {"max_tokens": 10, "stop_token_ids": list(EOS)}
 
 
 @pytest.mark.parametrize("logprobs", [[-0.5, None], [None, -0.5], [-0.5, math.nan], [-0.5, -math.inf], [-0.5], [-0.5] * 3])
@@ -765,9 +768,11 @@ class NoEngine:
     model_config = SimpleNamespace(max_model_len=64)
 
     def __init__(self) -> None:
-        self.paused = self.asleep = False
+        self.paused = self.asleep = self.errored = False
         self.inside: list[asyncio.Future] = []
-        self.engine_core = self
+        self.engine_core = self.output_processor = self
+        self.utility_results: dict[int, asyncio.Future] = {}
+        self.dead_error = RuntimeError("dead")
 
     @classmethod
     def from_engine_args(cls, engine_args: dict[str, Any]) -> NoEngine:
@@ -794,6 +799,13 @@ class NoEngine:
         for answer in [answer for answer in answers if not answer.done()]:
             answer.set_result(SimpleNamespace(outputs=[completion]))
         self.inside = [answer for answer in self.inside if not answer.done()]
+
+    def propagate_error(self, error: Exception) -> None:
+        for answer in self.inside:
+            answer.set_exception(error)
+
+    def shutdown(self, timeout: float) -> None:
+        self.errored = True
 
     async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
         await asyncio.sleep(0)
@@ -1077,26 +1089,87 @@ def test_an_actor_ends_with_its_engine_even_if_no_one_asks() -> None:
     """What the engine was asked when it died is never answered; the caller would hold the door for ever."""
     ends = []
     with no_engine(), pytest.MonkeyPatch.context() as patch:
-        server = VLLMServer("model", exit_when_dead=True)
+        server = VLLMServer("model", exit_when_dead=True, cores=[0])
         patch.setattr(os, "_exit", ends.append)
 
         async def check() -> None:
-            server.engine.errored = False
-            server.engine.collective_rpc = lambda method, args=(): asyncio.sleep(0, ["facts"])
+            asked: Counter[str] = Counter()
+            server.engine.collective_rpc = lambda method, args=(): asked.update([method]) or asyncio.sleep(0, ["facts"])
             assert await server.ready() == await server.ready() == "facts"
             watching = server._watching
             await asyncio.sleep(0.01)
+            assert sum(asked.values()) == 4 + 2, "all that must be set up once, and two looks at it"
             assert not watching.done()
             server.engine.errored = True
             await asyncio.wait_for(watching, 30)
             server._watching, server.engine.errored = None, False
-            server.engine.shutdown = lambda timeout: setattr(server.engine, "errored", True)
             await server.ready()
             await server.shutdown()  # which is no death
             await asyncio.wait([server._watching])
 
         asyncio.run(check())
     assert ends == [1]
+
+
+def test_without_an_actor_to_end_a_dead_engine_answers_all_that_wait() -> None:
+    """Requests, calls, and what waits behind these at the door."""
+    with no_engine():
+        server = VLLMServer("model")
+
+        async def check() -> list[Any]:
+            server.engine.serve = lambda answer: asyncio.sleep(0)
+            request = asyncio.ensure_future(ask_server(server, None))
+            await asyncio.sleep(0.01)
+            never = server.engine.utility_results[7] = asyncio.get_running_loop().create_future()
+            server.engine.pause_scheduler_async = lambda **_: never
+            calls = [request, asyncio.ensure_future(server.cancel()), asyncio.ensure_future(ask_server(server, None))]
+            await asyncio.sleep(0.01)
+            assert not any(call.done() for call in calls)
+            server.engine.errored = True
+            return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 30)
+
+        assert [str(error) for error in asyncio.run(check())] == ["dead"] * 3
+    assert_no_row_is_lost(server)
+
+
+def test_a_request_that_vllm_refuses_fails_alone() -> None:
+    """The others of its batch go in; the error must not carry the name of one of them."""
+    with no_engine():
+        server = VLLMServer("model")
+        take = server.engine.add_request
+
+        async def check() -> list[Any]:
+            async def add_request(request_id: str, prompt: list[int], params: Any) -> Any:
+                if len(server.engine.inside) == 1:
+                    server.engine.add_request = take
+                    raise ValueError("the prompt is too long")
+                return await take(request_id, prompt, params)
+
+            server.engine.add_request = add_request
+            tasks = [ask_server(server, ("batch", i, 3)) for i in (2, 0, 1)]
+            return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+
+        last, first, middle = asyncio.run(check())
+    assert first == last == ([1], [-1.0], False) and str(middle) == "the prompt is too long"
+    assert_no_row_is_lost(server)
+
+
+def test_a_batch_that_all_have_given_up_is_forgotten() -> None:
+    """It would be kept until the next sync, and for ever where there is none."""
+    with no_engine():
+        server = VLLMServer("model")
+
+        async def check() -> None:
+            tasks = [asyncio.ensure_future(ask_server(server, ("batch", i, 3))) for i in range(2)]
+            await asyncio.sleep(0.01)
+            assert len(server._batches) == 1
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            assert not server._batches
+
+        asyncio.run(check())
+    assert_no_row_is_lost(server)
 
 
 def test_a_caller_that_is_gone_ends_its_request_in_the_actor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -2042,6 +2115,55 @@ def test_the_server_says_where_it_runs(engine: Engine) -> None:
     assert engine.facts["pid"] != os.getpid()
 
 
+def test_whoever_waits_for_an_engine_hears_of_its_end(tmp_path: Path) -> None:
+    """Real vLLM, in a process without Ray. Shut down in the middle of a request it gives that back, with the tokens it has.
+    Killed in the middle of one, while weights are to be loaded: vLLM answers neither, and the latter would hold the door."""
+    text = """
+import asyncio, os, pathlib, signal
+from partial_rollout import VLLMServer
+
+def ask(server):
+    params = {"max_tokens": 400, "ignore_eos": True}
+    return asyncio.ensure_future(server.generate_for_partial("r", prompt_ids=[5, 6], sampling_params=params))
+
+async def main():
+    options = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "kv_cache_memory_bytes": 64 << 20}
+    servers = [VLLMServer("pocket", **options) for _ in range(2)]
+    engines = [(await server.ready())["pid"] for server in servers]
+    requests = [ask(server) for server in servers]
+    while not all(server._in_flight for server in servers):
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.2)
+    await servers[0].shutdown()
+    await servers[0].shutdown()
+    tokens, logprobs, is_cancel = await requests[0]
+    print(0 < len(tokens) == len(logprobs) < 400, is_cancel, flush=True)
+
+    os.kill(engines[1], signal.SIGSTOP)
+    weights = pathlib.Path("pocket/model.safetensors").read_bytes()
+    update = asyncio.ensure_future(servers[1].update_weights(weights, 1))
+    late = ask(servers[1])
+    await asyncio.sleep(0.2)
+    os.kill(engines[1], signal.SIGKILL)
+    for waits in (requests[1], update, late, ask(servers[1]), servers[1].clear_kv_cache(), ask(servers[0])):
+        try:
+            print("answered", await asyncio.wait_for(waits, 60))
+        except Exception as error:
+            print(type(error).__name__, flush=True)
+    await servers[1].shutdown()
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+    (tmp_path / "serve.py").write_text(text)
+    root = Path(partial_rollout.__file__).parent
+    environment = os.environ | {"PYTHONPATH": str(root), "VLLM_LOGGING_LEVEL": "CRITICAL", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(tmp_path / "serve.py")]
+    done = subprocess.run(command, cwd=root, env=environment, text=True, capture_output=True, timeout=240)
+    assert done.stdout.splitlines() == ["True True", *["EngineDeadError"] * 6], done.stdout + done.stderr
+    assert "FileNotFoundError" not in done.stderr, "what the first engine had taken away it looked for when it left"
+
+
 def test_a_killed_server_leaves_no_engine_behind_where_several_processes_share_the_weights(tmp_path: Path) -> None:
     """The processes that compute are children of the engine's, which is a child of the server's: none knows of the server."""
     text = """
@@ -2067,7 +2189,7 @@ if __name__ == "__main__":
     server = subprocess.Popen(command, cwd=root, env=environment, text=True, **pipes)
     assert server.stdout.readline() == "up\n"
     left = psutil.Process(server.pid).children(recursive=True)
-    assert sum("VLLM" in process.name() for process in left) == 3
+    assert sum("resource_tracker" not in " ".join(process.cmdline()) for process in left) == 3, "not every one has a title"
     server.kill()
     server.communicate()
     assert not psutil.wait_procs(left, timeout=60)[1]

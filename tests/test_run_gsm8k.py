@@ -57,7 +57,7 @@ from run_gsm8k import (
     read_answer,
     sample_seed,
 )
-from trainer import GroupPool
+from trainer import GroupPool, GRPOTrainer
 
 ROOT = Path(run_gsm8k.__file__).parent
 
@@ -290,6 +290,12 @@ def test_each_response_has_a_seed_of_its_own_that_depends_on_nothing_else() -> N
         (["--seed", str(2**31)], "--seed 2147483648: give at most 2147483647"),
         (["--data", "x" * 300], "xxx: File name too long"),
         (["--trainer-workers", "0"], "--trainer-workers 0: give at least 1"),
+        (["--clip-low", "1.5"], "--clip-low 1.5: no ratio is below 0; give at most 1"),
+        (["--num-mini-batches", "129"], "--num-mini-batches 129: a batch has 128 responses; give at most that"),
+        (
+            ["--mode", "partial", "--batch-size", "512", "--max-staleness", "8"],
+            "--batch-size 512 and --group-size 8 are 36864 responses at once, with --max-staleness 8: give at most 32768",
+        ),
         (["--format-score", "1"], "--format-score 1.0: give at least 0, and less than the 1 of a right answer"),
         (["--colocate"], "--colocate with --mode one-step-off: rollouts go on while it trains; use --mode sync"),
         (
@@ -319,7 +325,8 @@ def test_bad_input_ends_in_one_line_that_names_the_value(
     ("broken", "line"),
     [
         ({"chat_template.jinja": None}, "has no chat template, so a prompt has no form: use a chat or instruct model"),
-        ({"config.json": "{"}, "config.json is no JSON"),
+        ({"config.json": "{"}, "config.json is no JSON ("),
+        ({"config.json": "[]"}, "config.json is no JSON object"),
     ],
 )
 def test_a_model_that_cannot_do_the_job_is_named(
@@ -364,7 +371,8 @@ def test_a_batch_and_its_groups_are_those_of_the_run(seed: int, tmp_path: Path) 
             run.generate(t)
 
     asyncio.run(generate())
-    problems = PocketProblems().train(seed, 0, 9)
+    problems, made = PocketProblems().train(seed, 0, 9), []
+    run.problems = SimpleNamespace(train=lambda *args: made.append(args) or PocketProblems().train(*args))
     for t, batch in enumerate(sent):
         together = run.concat([run.group(number) for number in range(3 * t, 3 * t + 3)])
         assert {name: list(together[name]) for name in together.columns} == {n: list(batch[n]) for n in batch.columns}
@@ -373,6 +381,7 @@ def test_a_batch_and_its_groups_are_those_of_the_run(seed: int, tmp_path: Path) 
         asked = [(chat[0]["content"], gold) for chat, gold in zip(batch["raw_prompt"], batch["ground_truth"], strict=True)]
         assert asked == [(p.question, p.answer) for p in problems[3 * t : 3 * t + 3] for _ in range(2)]
     assert len({uid for batch in sent for uid in batch["uid"]}) == 18
+    assert len(made) == 3, "a batch's problems are made once, and not for each of its groups"
 
 
 def test_a_server_by_turns_sleeps_without_its_weights_after_each_batch(tmp_path: Path) -> None:
@@ -426,14 +435,18 @@ def test_a_response_is_rewarded_for_its_own_answer(
 
 
 def test_a_resumed_run_drops_the_lines_that_it_repeats_and_one_that_was_cut(tmp_path: Path) -> None:
-    """Also one that was cut where a bracket of its own text closes."""
-    run = make_run(tmp_path)
+    """Also one that was cut where a bracket of its own text closes. And the summary, if it goes on beyond it."""
+    run = make_run(tmp_path, "--steps", "4")
     run.folder.mkdir()
+    (run.folder / "summary.json").write_text("")
     rows = [{"step": step, "time/seconds": step + 1.0} for step in range(4)]
     for name in ("metrics.jsonl", "samples.jsonl"):
         text = "".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "response": "so \\\\boxed{5}'
         (run.folder / name).write_text(text)
+    run._drop_rows_from(4)
+    assert (run.folder / "summary.json").exists() and run.rows == rows
     run._drop_rows_from(2)
+    assert not (run.folder / "summary.json").exists(), "a summary is that of a run which is over"
     assert run.rows == rows[:2] and run.seconds_before == 2.0
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert [json.loads(line) for line in (run.folder / name).read_text().splitlines()] == rows[:2]
@@ -500,17 +513,20 @@ def test_what_would_break_a_promise_of_the_run_is_not_changed_on_the_way(tmp_pat
 
 
 def test_an_accuracy_before_is_only_set_beside_one_of_the_same_kind(tmp_path: Path) -> None:
-    """A run that is resumed with other problems, or another reward, has none."""
+    """A run that is resumed with other problems, another reward, or less room for a response has none."""
     run = run_gsm8k.Run(parse_config(["--preset", "pocket", "--out", str(tmp_path), "--name", "run"])[0])
     run.folder.mkdir()
     run.test_prompts = [1] * 256
     assert run.read_before() is None
-    before = {"accuracy": 0.5, "answered": 1.0, "problems": 256, "reward": "strict"}
+    before = {"accuracy": 0.5, "answered": 1.0} | run._measured()
+    assert before["problems"] == 256 and before["reward"] == "strict" and before["response_length"] == 320
     (run.folder / "before.json").write_text(json.dumps(before))
     assert run.read_before() == before
     run.test_prompts = [1] * 64
     assert run.read_before() is None
     run.test_prompts, run.config.reward = [1] * 256, "flexible"
+    assert run.read_before() is None
+    run.config.reward, run.config.response_length = "strict", 64
     assert run.read_before() is None
 
 
@@ -644,11 +660,14 @@ def test_a_comparison_that_is_interrupted_interrupts_its_run(tmp_path: Path, mon
 
 
 def test_after_a_loss_that_is_not_finite_the_run_can_be_begun_again_with_its_flags(tmp_path: Path) -> None:
-    """From the newest checkpoint, and with all that was not as in the preset: else it would be another run."""
+    """From the newest whole checkpoint, and with all that was not as in the preset: else it would be another run."""
     flags = ["--dtype", "bfloat16", "--response-length", "160", "--no-normalize-by-std", "--kl-coef", "0.5"]
     config, _ = parse_config(["--preset", "pocket", "--out", str(tmp_path), "--name", "run", *flags])
     run = run_gsm8k.Run(config)
-    shutil.copytree(POCKET, run.checkpoints / "step_000010")
+    made = GRPOTrainer(trainer.load_policy(str(POCKET)))
+    for step in (10, 20):
+        trainer.save_checkpoint(run.checkpoints, step, made, None)
+    os.truncate(run.checkpoints / "step_000020" / "model.safetensors", 1000)
     line = run_gsm8k.describe_failure(run, FloatingPointError("step 12: the loss of sample a is not finite"))
     again, _ = parse_config(shlex.split(line.split("start from the newest checkpoint with ")[1]))
     assert again == dataclasses.replace(config, model=str(run.checkpoints / "step_000010"), out="runs", name="")
@@ -807,6 +826,16 @@ def test_a_folder_is_one_runs_alone(tmp_path: Path) -> None:
     second.close()
     again._make_folder()
     again.close()
+
+
+def test_a_run_that_another_has_gone_on_with_meanwhile_is_not_trained_again(tmp_path: Path) -> None:
+    """Looked at while the other was still at work, locked after its end: its last steps would be dropped and made once more."""
+    begun(tmp_path / "run")
+    late = run_gsm8k.Run(parse_config(["--out", str(tmp_path), "--name", "run", "--resume"])[0])
+    (late.checkpoints / "step_000020").mkdir(parents=True)
+    with pytest.raises(UsageError, match="a run that has just ended has gone on with it meanwhile; the same command again"):
+        late._make_folder()
+    late.close()
 
 
 def test_a_text_file_is_whole_or_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,9 +18,9 @@ again   tokens prefilled a second time, in percent of those generated
 
 On vLLM 8 prompts x 4 responses have 32 slots, syncs are real (training only waits), and lengths are forced. "An engine whose
 slots are always full" is vLLM that is given responses of the same lengths all at once, without a cut, in turns with the two
-loops, of which waiting goes before and after. t0 and t1, for a, come from responses of the mean length. On a CPU a token that
-is prefilled again costs a seventh of one that is generated; and a cut costs 0.05 s, whatever the step takes: --mean says how
-much that weighs.
+loops; it and waiting go before partial and after it. t0 and t1, for a, come from responses of the mean length. On a CPU a
+token that is prefilled again costs a seventh of one that is generated; and a cut costs 0.05 s, whatever the step takes: --mean
+says how much that weighs.
 
 Must reach: slots 95 % busy and 80 % won where there is a tail; with constant lengths a loss of at most 3 %.
 """
@@ -343,14 +343,18 @@ async def real(mean: int, rounds: int, lengths: Sequence[str]) -> bool:
         case = replace(case, steps=2 * case.staleness(case.draw()[name]) + 2 + CYCLE)
         drawn, shown = case.draw()[name], []
         for number in range(rounds):
-            full = await full_engine(server, drawn[: (CYCLE + 4) * case.slots], case.slots)
-            train_s = full * case.slots * mean / 10
-            before, _, _ = await run(waits, "sync", server, train_s, drawn, sync)
+            # The machine's speed drifts: what partial is set beside is measured before it and after it.
+            fulls, waitings = [await full_engine(server, drawn[: (CYCLE + 4) * case.slots], case.slots)], []
+            train_s = fulls[0] * case.slots * mean / 10
+            waitings.append((await run(waits, "sync", server, train_s, drawn, sync))[0])
             partial, busy, again = await run(case, "partial", server, train_s, drawn, sync)
-            after, _, _ = await run(waits, "sync", server, train_s, drawn, sync)  # the machine's speed drifts
-            shown.append(((before + after) / 2 / full, partial / full, busy, again))
+            waitings.append((await run(waits, "sync", server, train_s, drawn, sync))[0])
+            fulls.append(await full_engine(server, drawn[: (CYCLE + 4) * case.slots], case.slots))
+            full = sum(fulls) / 2
+            shown.append((sum(waitings) / 2 / full, partial / full, busy, again))
+            measured = ", ".join(f"{1e6 * x:.0f}" for x in (fulls[0], waitings[0], partial, waitings[1], fulls[1]))
             figures = " ".join(f"{x:.2f}" for x in shown[-1])
-            print(f"round {number}, {name}: {full * 1e6:.0f} us, {figures}", file=sys.stderr, flush=True)
+            print(f"round {number}, {name}: {measured} us a token, {figures}", file=sys.stderr, flush=True)
         missed |= report(name, t0 / step_s, case, drawn, shown)
     await server.shutdown()
     return missed
