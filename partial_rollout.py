@@ -22,13 +22,15 @@ Left out, and where verl does it (commit b178a3c):
     2. SGLang servers, data-parallel vLLM  verl/workers/rollout/
     3. the queue between the processes     verl/experimental/fully_async_policy/; here fit_partial in trainer.py
 
-Needs: nothing but Python, and vllm inside VLLMServer.   Used by: run_gsm8k.py.
+Needs: nothing but Python; VLLMServer Linux and vllm 0.32 (its tests tell whether another will do), and to be imported from a
+file: the engine's process looks for it by name.   Used by: run_gsm8k.py.
 Run: python partial_rollout.py  (a toy engine, cut at every place)
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import functools
 import gc
@@ -488,8 +490,8 @@ def _needs_engine(method: Callable) -> Callable:
 
     @functools.wraps(method)
     async def call(self: VLLMServer, *args: Any, **kwargs: Any) -> Any:
-        if self._watching is None:
-            self._watching = asyncio.ensure_future(self._watch_engine())
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.ensure_future(self._watch_engine(weakref.ref(self)))
         try:
             return await method(self, *args, **kwargs)
         except Exception as error:
@@ -518,8 +520,9 @@ class VLLMServer:
                  started again: what it has loaded are the weights of the beginning
     engine_args  anything else that vllm.AsyncEngineArgs knows: dtype, max_model_len, tensor_parallel_size, ...
 
-    All methods are safe to call in any order and from several callers; cancel, resume and update_weights may be repeated. On a
-    GPU that sleeps, `wake_up` goes before `update_weights`: there is no memory to load them into.
+    All methods are safe to call in any order and from several callers, in one event loop; cancel, resume and update_weights may
+    be repeated. On a GPU that sleeps, `wake_up` goes before `update_weights`: there is no memory to load them into. Make it in
+    a thread that stays, since the engine ends with the thread that has started it.
     """
 
     def __init__(
@@ -794,7 +797,9 @@ class VLLMServer:
                     if not entered.done():
                         try:
                             outputs = await put_in()
-                        except ValueError as error:  # vLLM refuses this one, not the batch: its prompt is too long, say
+                        except Exception as error:  # vLLM refuses this one, not the batch: its prompt is too long, say
+                            if self.engine.errored:
+                                raise
                             self._refuse(entered, error)
                             continue
                         if not entered.cancelled():
@@ -936,16 +941,27 @@ class VLLMServer:
         """Never answers: the call fails when this actor dies, and so tells of its death."""
         await asyncio.get_running_loop().create_future()
 
-    async def _watch_engine(self) -> None:
-        while not self.engine.errored:  # noqa: ASYNC110  (vLLM tells no one)
+    @staticmethod
+    async def _watch_engine(server: weakref.ref[VLLMServer]) -> None:
+        while (alive := server()) and not alive.engine.errored:  # vLLM tells no one
+            del alive  # who lets the server go ends its engine
             await asyncio.sleep(1)
-        if self.exit_when_dead:
+        if alive and alive.exit_when_dead:
             os._exit(1)
-        # What an engine was asked when it died vLLM never answers; who waits for that would wait for ever, and hold the door.
-        self.engine.output_processor.propagate_error(self.engine.dead_error)
+        if alive:
+            alive._tell_all_that_wait()
+
+    def _tell_all_that_wait(self) -> None:
+        """What an engine was asked before it ended vLLM never answers: who waits for that would do so for ever, and hold the
+        door."""
         for answer in self.engine.engine_core.utility_results.values():
             if not answer.done():
                 answer.set_exception(self.engine.dead_error)
+        self.engine.output_processor.propagate_error(self.engine.dead_error)
+        for batch in list(self._batches):
+            for _, entered in self._begin_batch(batch).values():
+                self._refuse(entered, self.engine.dead_error)
+        self._has_weights.set()  # none will come; the door says why
 
     async def busy_spans(self) -> list[tuple[float, float, int]]:
         """(start, end, param_version) of each period with requests in flight, in seconds of time.time()."""
@@ -963,14 +979,15 @@ class VLLMServer:
             self._busy.append((start, time.time(), param_version))
 
     async def shutdown(self) -> None:
-        """Ends the engine's process, after a cancel: what is in flight comes back. Idempotent."""
-        if not self.engine.errored:
-            await self.cancel()
-            while self._in_flight:  # noqa: ASYNC110  (until they have their answers)
-                await asyncio.sleep(0.01)
-        if self._watching is not None:
-            self._watching.cancel()
+        """Ends the engine's process, after a cancel: what is in flight comes back, if the engine still answers. Idempotent."""
+        self.exit_when_dead = False
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(5):
+                await self.cancel()
+                while self._in_flight:  # noqa: ASYNC110  (until they have their answers)
+                    await asyncio.sleep(0.01)
         self.engine.shutdown(timeout=1.0)  # it has nothing to save, so it leaves by itself; vLLM would give it five
+        self._tell_all_that_wait()
 
 
 class LogprobTable:

@@ -2181,7 +2181,10 @@ def check_config(config: Config) -> None:
         raise UsageError("--compare runs all three loops, and --colocate only sync: leave one of them out")
     if config.compare and config.eval_only:
         raise UsageError("--compare trains, and --eval-only does not: leave one of them out")
-    rows, ahead = config.batch_size * config.group_size, config.max_staleness if config.mode == "partial" else 0
+    rows, ahead = (
+        config.batch_size * config.group_size,
+        config.max_staleness if config.mode == "partial" or config.compare else 0,
+    )
     if config.num_mini_batches > rows:
         raise UsageError(f"--num-mini-batches {config.num_mini_batches}: a batch has {rows} responses; give at most that")
     if rows * (1 + ahead) > 2**15 * config.rollout_servers:  # VLLMServer has room for twice as many

@@ -1112,28 +1112,31 @@ def test_an_actor_ends_with_its_engine_even_if_no_one_asks() -> None:
 
 
 def test_without_an_actor_to_end_a_dead_engine_answers_all_that_wait() -> None:
-    """Requests, calls, and what waits behind these at the door."""
+    """Requests that are in, that wait for others of their batch, and at the door behind a call; and that call."""
     with no_engine():
         server = VLLMServer("model")
 
         async def check() -> list[Any]:
+            early = asyncio.ensure_future(ask_server(server, ("batch", 0, 2)))
             server.engine.serve = lambda answer: asyncio.sleep(0)
             request = asyncio.ensure_future(ask_server(server, None))
             await asyncio.sleep(0.01)
             never = server.engine.utility_results[7] = asyncio.get_running_loop().create_future()
-            server.engine.pause_scheduler_async = lambda **_: never
-            calls = [request, asyncio.ensure_future(server.cancel()), asyncio.ensure_future(ask_server(server, None))]
+            server.engine.collective_rpc = lambda method: never
+            calls = [early, request, asyncio.ensure_future(server.ping()), asyncio.ensure_future(ask_server(server, None))]
             await asyncio.sleep(0.01)
             assert not any(call.done() for call in calls)
             server.engine.errored = True
             return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 30)
 
-        assert [str(error) for error in asyncio.run(check())] == ["dead"] * 3
+        assert [str(error) for error in asyncio.run(check())] == ["dead"] * 4
     assert_no_row_is_lost(server)
 
 
 def test_a_request_that_vllm_refuses_fails_alone() -> None:
     """The others of its batch go in; the error must not carry the name of one of them."""
+    from vllm.exceptions import VLLMValidationError
+
     with no_engine():
         server = VLLMServer("model")
         take = server.engine.add_request
@@ -1142,7 +1145,7 @@ def test_a_request_that_vllm_refuses_fails_alone() -> None:
             async def add_request(request_id: str, prompt: list[int], params: Any) -> Any:
                 if len(server.engine.inside) == 1:
                     server.engine.add_request = take
-                    raise ValueError("the prompt is too long")
+                    raise VLLMValidationError("the prompt is too long")
                 return await take(request_id, prompt, params)
 
             server.engine.add_request = add_request
@@ -2126,28 +2129,34 @@ def ask(server):
     params = {"max_tokens": 400, "ignore_eos": True}
     return asyncio.ensure_future(server.generate_for_partial("r", prompt_ids=[5, 6], sampling_params=params))
 
+async def under_way(server):
+    request = ask(server)
+    while not server._in_flight:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    return request
+
 async def main():
     options = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "kv_cache_memory_bytes": 64 << 20}
     servers = [VLLMServer("pocket", **options) for _ in range(2)]
     engines = [(await server.ready())["pid"] for server in servers]
-    requests = [ask(server) for server in servers]
-    while not all(server._in_flight for server in servers):
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.2)
+    request = await under_way(servers[0])
     await servers[0].shutdown()
     await servers[0].shutdown()
-    tokens, logprobs, is_cancel = await requests[0]
+    tokens, logprobs, is_cancel = await request
     print(0 < len(tokens) == len(logprobs) < 400, is_cancel, flush=True)
 
+    request = await under_way(servers[1])
     os.kill(engines[1], signal.SIGSTOP)
     weights = pathlib.Path("pocket/model.safetensors").read_bytes()
     update = asyncio.ensure_future(servers[1].update_weights(weights, 1))
     late = ask(servers[1])
     await asyncio.sleep(0.2)
     os.kill(engines[1], signal.SIGKILL)
-    for waits in (requests[1], update, late, ask(servers[1]), servers[1].clear_kv_cache(), ask(servers[0])):
+    for waits in (request, update, late, ask(servers[1]), servers[1].clear_kv_cache(), ask(servers[0])):
         try:
-            print("answered", await asyncio.wait_for(waits, 60))
+            await asyncio.wait_for(waits, 60)
+            print("answered")
         except Exception as error:
             print(type(error).__name__, flush=True)
     await servers[1].shutdown()

@@ -71,6 +71,34 @@ def test_the_example_for_bare_vllm_runs(tmp_path: Path) -> None:
     assert "cut after" in done.stdout and "as if never cut: True" in done.stdout
 
 
+def test_the_example_for_ray_alone_runs(tmp_path: Path) -> None:
+    """Real Ray, in a process of its own: all samples of all batches come back in order."""
+    (tmp_path / "example.py").write_text(block("run: one_step_off"))
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    command = [sys.executable, str(tmp_path / "example.py")]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert [line.split(": ")[1] for line in lines] == [", ".join(f"{t}-{i}" for i in range(4)) for t in range(4)]
+
+
+def test_the_example_for_a_task_of_ones_own_is_a_stream_of_problems_with_right_answers() -> None:
+    """The same problem at the same place, however it is asked for; prompts and rewards are made of it as of any other."""
+    space: dict[str, Any] = {}
+    exec(block("run: task"), space)
+    sums = space["Sums"]()
+    assert sums.train(5, 0, 9)[3:5] == sums.train(5, 3, 2) != sums.train(6, 3, 2) and sums.longest(2) == sums.test(2)
+    for problem in sums.train(0, 0, 20):
+        a, b = map(int, re.findall(r"\d+", problem.question)[:2])
+        assert (
+            run_gsm8k.compute_reward(f"#### {a + b}", problem.answer)
+            == 1
+            > run_gsm8k.compute_reward("#### 500", problem.answer)
+        )
+    prompts = run_gsm8k.make_prompts(sums.test(2), "test", 3, 0, temperature=1.0)
+    assert len(set(prompts["uid"])) == 6 and prompts["ground_truth"][0] == sums.test(1)[0].answer
+
+
 def test_the_example_for_trl_gives_what_rollout_func_must_give() -> None:
     """Every call in the same event loop; new weights go to the server once per step, before anything is generated."""
     seen: list[Any] = []
@@ -161,7 +189,7 @@ def test_every_flag_is_in_the_help() -> None:
 
 def test_no_place_for_a_figure_is_left_empty() -> None:
     for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
-        assert "@@" not in path.read_text(), path
+        assert not re.search(r"@@|@[A-Z]+@", path.read_text()), path
 
 
 def test_links_point_to_what_is_there() -> None:
