@@ -854,7 +854,7 @@ class Run:
         if "ray" in sys.modules:
             import ray
 
-            for actor in self.actors:
+            for actor in reversed(self.actors):  # workers first: Ray would print that what they asked of a server is lost
                 ray.kill(actor)
             self.actors = []
             if self.manager is not None:
