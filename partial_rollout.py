@@ -1034,8 +1034,8 @@ class LogprobTable:
 
 
 class WorkerExtension:
-    """What runs inside vLLM's worker process: with `_pause` and `_watch_engine` of VLLMServer the only code here that touches
-    vLLM's private parts.
+    """What runs inside vLLM's worker process: with `_pause` and `_tell_all_that_wait` of VLLMServer the only code here that
+    touches vLLM's private parts.
 
     Written against vLLM 0.32, model runner V1. `tests/test_partial_rollout.py` fails when one of them moves.
     """
