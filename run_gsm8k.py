@@ -454,7 +454,7 @@ class Run:
             if not config.resume and any(folder.iterdir()):
                 raise UsageError(f"{folder} exists already: another run has made it meanwhile; choose another --name")
             if sorted(self.checkpoints.glob("step_*")) != self.seen:
-                raise UsageError(f"{folder}: a run that has just ended has gone on with it meanwhile; the same command again")
+                raise UsageError(f"{folder}: another run has gone on with it meanwhile; give the same command again")
             save_config(config, folder)
         except OSError as error:
             raise UsageError(f"cannot write to {folder} ({error.strerror}): choose another folder with --out") from error
@@ -2181,10 +2181,8 @@ def check_config(config: Config) -> None:
         raise UsageError("--compare runs all three loops, and --colocate only sync: leave one of them out")
     if config.compare and config.eval_only:
         raise UsageError("--compare trains, and --eval-only does not: leave one of them out")
-    rows, ahead = (
-        config.batch_size * config.group_size,
-        config.max_staleness if config.mode == "partial" or config.compare else 0,
-    )
+    rows = config.batch_size * config.group_size
+    ahead = config.max_staleness if config.mode == "partial" or config.compare else 0
     if config.num_mini_batches > rows:
         raise UsageError(f"--num-mini-batches {config.num_mini_batches}: a batch has {rows} responses; give at most that")
     if rows * (1 + ahead) > 2**15 * config.rollout_servers:  # VLLMServer has room for twice as many

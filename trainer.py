@@ -674,8 +674,11 @@ class Timeline:
             events.append(event | {"ts": start * 1e6, "dur": (end - start) * 1e6})
         events += [{"ph": "i", "s": "p", "name": name, "pid": 0, "tid": 0, "ts": moment * 1e6} for name, moment in self.marks]
         aside = path.with_name(f".{path.name}")
-        aside.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-        aside.replace(path)  # whole, or not at all
+        try:
+            aside.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+            aside.replace(path)  # whole, or not at all
+        finally:
+            aside.unlink(missing_ok=True)
 
     @staticmethod
     def load(path: Path) -> Timeline:

@@ -834,7 +834,7 @@ def test_a_run_that_another_has_gone_on_with_meanwhile_is_not_trained_again(tmp_
     begun(tmp_path / "run")
     late = run_gsm8k.Run(parse_config(["--out", str(tmp_path), "--name", "run", "--resume"])[0])
     (late.checkpoints / "step_000020").mkdir(parents=True)
-    with pytest.raises(UsageError, match="a run that has just ended has gone on with it meanwhile; the same command again"):
+    with pytest.raises(UsageError, match="another run has gone on with it meanwhile; give the same command again"):
         late._make_folder()
     late.close()
 

@@ -1491,6 +1491,7 @@ def test_a_timeline_is_whole_or_what_it_was(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(OSError, match="No space left"):
         timeline.save(tmp_path / "timeline.json")
     assert Timeline.load(tmp_path / "timeline.json").spans == timeline.spans
+    assert [path.name for path in tmp_path.iterdir()] == ["timeline.json"], "and nothing beside it"
 
 
 # ---- Checkpoints -----------------------------------------------------------------------------------------------------
