@@ -362,9 +362,9 @@ class PartialSingleTurnAgentLoop(AgentLoopBase):
         if sampling_params.get("max_tokens") is not None:
             budget = min(budget, sampling_params["max_tokens"])
 
+        stop_ids = self.stop_ids(sampling_params)
         new_ids, new_logprobs, cancelled, num_calls = [], [], False, output.metrics.get("num_calls", 0)
         if len(old_ids) < budget:  # Seam: with nothing left to ask for, no call is made
-            stop_ids = self.stop_ids(sampling_params)
             params = remaining_params(sampling_params, len(old_ids), budget) | {"stop_token_ids": sorted(stop_ids)}
             request = {"prompt_ids": prompt_ids + old_ids, "sampling_params": params, "param_version": param_version}
             answer = await self.server_manager.generate_for_partial(request_id, ticket=ticket, **request)
@@ -379,14 +379,24 @@ class PartialSingleTurnAgentLoop(AgentLoopBase):
         # Seam: the stop reason is read off the whole response. So it cannot depend on where it was cut, and a cancel that
         # arrives on the very step of the EOS or of the last token of the budget is no cancel: the finish wins.
         reason: StopReason = "abort" if cancelled else "stop"
-        if new_ids and new_ids[-1] in self.stop_ids(sampling_params):
+        if new_ids and new_ids[-1] in stop_ids:
             reason = "stop"
         elif len(response_ids) >= budget:
             reason = "length"
         if stop := sampling_params.get("stop"):
             stop = [stop] if isinstance(stop, str) else stop
-            if cut := find_stop(response_ids, stop, sampling_params.get("min_tokens") or 0, self.decode):
+            # Seam: read behind the prompt, as the engine reads it. By itself the first token may lose its leading space.
+            prompt_text = self.decode(prompt_ids)
+
+            def text_of(ids: Sequence[int]) -> str:
+                return self.decode([*prompt_ids, *ids])[len(prompt_text) :]
+
+            if cut := find_stop(response_ids, stop, sampling_params.get("min_tokens") or 0, text_of):
                 response_ids, logprobs, reason = response_ids[:cut], logprobs[:cut], "stop"
+            elif reason == "stop" and response_ids[-1] not in stop_ids and text_of(old_ids).endswith("\ufffd"):
+                # Seam: of a request that begins within a character vLLM takes the prompt for new text, and finds the stop
+                # string there. The character is complete now, so the next request will go on.
+                reason = "abort"
         spans = extend_spans(output.spans, param_version, len(response_ids) - len(old_ids))
         more = {"metrics": {"num_calls": num_calls}, "request_id": request_id}
         return AgentLoopOutput(prompt_ids, response_ids, [1] * len(response_ids), logprobs, spans, reason, **more)

@@ -487,7 +487,89 @@ def test_a_character_cut_by_the_seam_is_decoded_whole() -> None:
     tokenizer, text = Bytes(), "zé€x".encode()
     output = run(Answers((text[:2], True), (text[2:4], True), (text[4:], True)), {"stop": ["€"]}, runs=3, tokenizer=tokenizer)
     assert text_of(output.response_ids) == "zé€" and output.stop_reason == "stop"
-    assert all(list(text[: len(ids)]) == ids for ids in tokenizer.decoded)
+    assert all([*b"hi", *text][: len(ids)] == ids for ids in tokenizer.decoded)
+
+
+PIECES = ["▁a", "a", "▁b", "b", "▁", "<0xC3>", "<0xA9>", "</s>"]
+
+
+@functools.cache
+def spaced() -> Any:
+    """A tokenizer as Llama's first ones are: a word has its space in front, and the first of a text loses it."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(PIECES)}, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([AddedToken("</s>", special=True)])
+    return tokenizer
+
+
+class Script:
+    """An engine that says the tokens it was given, finds stop strings by vLLM's own code, and is cut after so many tokens."""
+
+    def __init__(self, prompt_ids: list[int], says: list[int], cuts: Sequence[int] = ()) -> None:
+        self.prompt_ids, self.says, self.cuts = prompt_ids, says, list(cuts)
+
+    def apply_chat_template(self, *_: Any, **__: Any) -> list[int]:
+        return self.prompt_ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return spaced().decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    async def generate_for_partial(
+        self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any
+    ) -> tuple[list[int], list[float], bool]:
+        from vllm import SamplingParams
+        from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
+
+        request = SimpleNamespace(request_id="", prompt_token_ids=prompt_ids, sampling_params=SamplingParams(**sampling_params))
+        text, said = FastIncrementalDetokenizer(SimpleNamespace(_tokenizer=spaced()), request), []
+        cut = self.cuts.pop(0) if self.cuts else None
+        for token in self.says[len(prompt_ids) - len(self.prompt_ids) :][: sampling_params["max_tokens"]]:
+            if len(said) == cut:
+                return said, [-1.0] * cut, True
+            said.append(token)
+            if token in sampling_params["stop_token_ids"] or text.update([token], False):
+                break
+        return said, [-1.0] * len(said), False
+
+
+@settings(max_examples=500)
+@given(
+    st.lists(st.integers(0, len(PIECES) - 2), max_size=4),
+    st.lists(st.integers(0, len(PIECES) - 1), min_size=1, max_size=10),
+    st.lists(st.sampled_from([" a", " b a", " ", "a b", "é", " é", "b  a", "ba"]), min_size=1, max_size=2),
+    st.integers(0, 4),
+    st.lists(st.integers(0, 4), min_size=1, max_size=4),
+)
+@example([1], [0, 2, 0], [" a b"], 0, [1])  # the space in front of the first word of the response
+@example([1], [0], [" a"], 0, [0])
+@example([0], [5, 6, 1, 0], [" a"], 0, [1])  # vLLM found it in the prompt, since the cut was within a character
+@example([0], [5, 1, 0], [" a"], 0, [1])
+def test_a_stop_string_is_where_vllm_finds_it_whatever_the_tokenizer_does_with_spaces(
+    prompt_ids: list[int], says: list[int], stop: list[str], min_tokens: int, cuts: list[int]
+) -> None:
+    """The response ends where vLLM alone ends it, wherever it was cut, and for the same reason."""
+    stop_ids, min_tokens = [len(PIECES) - 1], min(min_tokens, len(says))
+    params = {"stop": stop, "min_tokens": min_tokens}
+
+    def respond(*cuts: int) -> AgentLoopOutput:
+        engine, output = Script(prompt_ids, says, cuts), None
+        more = {"tokenizer": engine, "eos_token_ids": stop_ids, "response_length": len(says)}
+        while output is None or output.is_cancel:
+            output = run(engine, params, output=output, **more)
+            assert output.metrics["num_calls"] <= 2 * len(cuts) + 1, "twice for a cut, if that is within a character"
+        return output
+
+    request = {**params, "max_tokens": len(says), "stop_token_ids": stop_ids}
+    engine = Script(prompt_ids, says)
+    alone, _, _ = asyncio.run(engine.generate_for_partial("", prompt_ids=prompt_ids, sampling_params=request))
+    whole, resumed = respond(), respond(*cuts)
+    assert (whole.response_ids, whole.stop_reason) == (resumed.response_ids, resumed.stop_reason)
+    if "\ufffd" not in engine.decode(prompt_ids + says):  # after half a character vLLM may forget what came before
+        assert whole.response_ids == alone
 
 
 def test_without_stop_strings_nothing_is_decoded() -> None:
@@ -1452,17 +1534,18 @@ CORPUS = (
 )
 CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 MAX_MODEL_LEN = 256
+HALVES = ["Ã", "©"]  # the two bytes of é, as byte-level BPE writes them
 
 
 def tiny_tokenizer() -> Any:
-    """Byte-level BPE over printable ASCII, with a chat template and two ids that end a response."""
+    """Byte-level BPE over printable ASCII and é, which has two tokens, with a chat template and two ids that end a response."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     special = ["<pad>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
-    alphabet = [*map(chr, range(33, 127)), "Ġ", "Ċ"]  # how byte-level BPE writes a space and a newline
+    alphabet = [*map(chr, range(33, 127)), "Ġ", "Ċ", *HALVES]  # how byte-level BPE writes a space and a newline
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
     bpe.train_from_iterator([CORPUS] * 4, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<pad>", chat_template=CHAT)
@@ -1737,6 +1820,15 @@ def test_a_stop_string_cuts_at_the_same_place_split_or_not(engine: Engine) -> No
     assert 1 < n < 40 and whole.stop_reason == "stop" and whole.response_ids == free.response_ids[:n]
     assert n == first_stop(free.response_ids, params["stop"], 0, decode)
     check_all_splits(engine, params, whole, range(1, n), response_length=40)
+
+
+def test_a_stop_string_of_the_prompt_is_not_found_by_a_cut_within_a_character(engine: Engine) -> None:
+    """Every split of a response in which many characters are halves. vLLM takes the prompt for new text after some of them."""
+    halves = engine.tokenizer.convert_tokens_to_ids([*HALVES, "a"])
+    params = {"temperature": 1.0, "seed": 4, "ignore_eos": True, "allowed_token_ids": halves}
+    whole = engine.wait(engine.respond(params, response_length=40))
+    assert "é" in engine.tokenizer.decode(whole.response_ids) and whole.stop_reason == "length"
+    check_all_splits(engine, {**params, "stop": ["wood", "user"]}, whole, range(1, 40), response_length=40)
 
 
 def check_all_splits(engine: Engine, params: Any, whole: AgentLoopOutput, splits: Sequence[int], **limits: Any) -> None:
