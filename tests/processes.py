@@ -1,11 +1,45 @@
-"""The processes of a run that was started with RUN_MARK in its environment: which they are, and which of them is the engine."""
+"""The command as tests run it; and the processes of a run with RUN_MARK in its environment: which of them is the engine."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+
+SMALL = ["--preset", "pocket", "--steps", "3", "--batch-size", "3", "--group-size", "4", "--eval-problems", "16"]
+SMALL += ["--response-length", "96", "--save-every", "1", "--keep", "3"]
+
+
+def command(*argv: str, **kwargs: Any) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "run_gsm8k.py"), *SMALL, *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **kwargs,
+    )
+
+
+def metrics_of(folder: Path) -> list[dict[str, float]]:
+    """metrics.jsonl, times and evaluations aside."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if not key.startswith(("time/", "eval/"))} for row in rows]
+
+
+def finished(folder: Path, name: str, *argv: str) -> tuple[list[dict[str, float]], str]:
+    """The metrics of a run, and what it printed."""
+    run = command("--out", str(folder), "--name", name, *argv)
+    out, err = run.communicate(timeout=240)
+    assert run.returncode == 0, err
+    return metrics_of(folder / name), out
 
 
 def processes(mark: str, title: str = "") -> Iterator[psutil.Process]:
