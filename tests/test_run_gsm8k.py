@@ -1053,6 +1053,14 @@ def plan(gpus: int, *argv: str) -> run_gsm8k.Plan:
     return run_gsm8k.plan_devices(parse_config(["--preset", "pocket", *argv])[0], gpus)
 
 
+@pytest.mark.parametrize(("capability", "fast"), [("AVX512", True), ("AVX2", False), ("DEFAULT", False)])
+def test_a_cpu_on_which_bfloat16_is_slow_is_known(capability: str, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PyTorch names it, whose kernels these are."""
+    assert torch.backends.cpu.get_cpu_capability() in ("AVX512", "AVX2", "DEFAULT"), "on x86-64"
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert run_gsm8k._cpu_has_bfloat16() is fast
+
+
 def test_every_part_gets_a_device() -> None:
     """None on a CPU machine; one GPU is shared; with more the trainer has the first, and Ray hands out the others."""
     on_cpu = {"kv_cache_memory_bytes": 512 << 20, "enforce_eager": True, "max_num_batched_tokens": 2048}
