@@ -197,27 +197,39 @@ def remaining_params(sampling_params: Mapping[str, Any], done: int, budget: int)
 
 
 def find_stop(
-    response_ids: Sequence[int], stop: Sequence[str], min_tokens: int, decode: Callable[[Sequence[int]], str]
+    response_ids: Sequence[int], stop: Sequence[str], min_tokens: int, decode: Callable[[Sequence[int]], str], searched: int = 0
 ) -> int | None:
     """How many tokens the response has when its text first contains a stop string; None if it does not.
+
+    The first `searched` tokens are known to contain none.
 
     Seam: the engine searches the text of its own request. A stop string cut in two by the seam is in neither half, so the
     text of the whole response is searched: decoded once from ids, never joined from pieces, since a character cut in two
     decodes to garbage on both sides. As in vLLM, a match counts if it ends after the first `min_tokens` tokens.
     """
     # A character that the first min_tokens tokens only begin decodes to U+FFFD there; it ends later, so it counts.
-    floor = len(decode(response_ids[:min_tokens]).rstrip("\ufffd")) if min_tokens else 0
+    whole = (decode(response_ids[:n]).rstrip("\ufffd") for n in range(max(0, min_tokens - 3), min_tokens + 1))
+    floor = max(map(len, whole)) if min_tokens else 0
+    low, high = max(searched, min_tokens), len(response_ids)  # a match needs more than `low` tokens, and `high` are enough
 
-    def stops(n: int) -> bool:
-        text = decode(response_ids[:n])
+    def stops(text: str) -> bool:
         return any(text.find(s, max(0, floor - len(s) + 1)) >= 0 for s in stop)
 
-    if not stops(len(response_ids)):
-        return None
-    low, high = min_tokens, len(response_ids)  # a match needs more than `low` tokens, and `high` are enough
+    def clean(n: int) -> tuple[int, str]:
+        """The first n tokens, or the most of them that are text without U+FFFD, and that text."""
+        while "\ufffd" in (text := decode(response_ids[:n])) and n > low:
+            n -= 1
+        return n, text
+
+    last, text = clean(high)
+    if not stops(text):
+        # Seam: the decoders of some tokenizers give up a whole run of bytes that is not UTF-8 (yet): a character begun behind
+        # "é" takes the "é" away again. An engine has seen it by then; one whose request began between the two has not.
+        return next((n for n in range(last + 1, high + 1) if stops(decode(response_ids[:n]))), None)
+    high = last
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if stops(middle) else (middle, high)
+        low, high = (low, middle) if stops(clean(middle)[1]) else (middle, high)
     return high
 
 
@@ -391,12 +403,12 @@ class PartialSingleTurnAgentLoop(AgentLoopBase):
             def text_of(ids: Sequence[int]) -> str:
                 return self.decode([*prompt_ids, *ids])[len(prompt_text) :]
 
-            if cut := find_stop(response_ids, stop, sampling_params.get("min_tokens") or 0, text_of):
+            if cut := find_stop(response_ids, stop, sampling_params.get("min_tokens") or 0, text_of, len(old_ids)):
                 response_ids, logprobs, reason = response_ids[:cut], logprobs[:cut], "stop"
-            elif reason == "stop" and response_ids[-1] not in stop_ids and text_of(old_ids).endswith("\ufffd"):
+            elif reason == "stop" and response_ids[-1] not in stop_ids:
                 # Seam: of a request that begins within a character vLLM takes the prompt for new text, and finds the stop
-                # string there. The character is complete now, so the next request will go on.
-                reason = "abort"
+                # string there; after bytes that are no character it forgets what came before. The next request will go on.
+                reason = "abort" if "\ufffd" in text_of(old_ids)[-1:] + text_of(response_ids) else "stop"
         spans = extend_spans(output.spans, param_version, len(response_ids) - len(old_ids))
         more = {"metrics": {"num_calls": num_calls}, "request_id": request_id}
         return AgentLoopOutput(prompt_ids, response_ids, [1] * len(response_ids), logprobs, spans, reason, **more)

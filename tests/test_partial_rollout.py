@@ -542,12 +542,16 @@ class Script:
     st.lists(st.integers(0, len(PIECES) - 1), min_size=1, max_size=10),
     st.lists(st.sampled_from([" a", " b a", " ", "a b", "é", " é", "b  a", "ba"]), min_size=1, max_size=2),
     st.integers(0, 4),
-    st.lists(st.integers(0, 4), min_size=1, max_size=4),
+    st.lists(st.integers(0, 4), max_size=4),
 )
 @example([1], [0, 2, 0], [" a b"], 0, [1])  # the space in front of the first word of the response
 @example([1], [0], [" a"], 0, [0])
 @example([0], [5, 6, 1, 0], [" a"], 0, [1])  # vLLM found it in the prompt, since the cut was within a character
 @example([0], [5, 1, 0], [" a"], 0, [1])
+@example([], [0, 0, 4, 5, 6, 5], [" é"], 0, [3])  # the character begun behind "é" takes it away from the text again
+@example([], [0, 5, 6, 5, 2, 1], ["éba"], 0, [4])  # vLLM forgot the space, and everything before it, with the bytes
+@example([], [0, 0, 4, 5, 6, 5, 6, 5, 6], [" é"], 0, [3])  # there, gone, there: a bisection of it finds the second
+@example([], [4, 5, 6, 5, 6], [" é"], 4, [])  # complete within min_tokens, then gone, then there again
 def test_a_stop_string_is_where_vllm_finds_it_whatever_the_tokenizer_does_with_spaces(
     prompt_ids: list[int], says: list[int], stop: list[str], min_tokens: int, cuts: list[int]
 ) -> None:
@@ -560,7 +564,8 @@ def test_a_stop_string_is_where_vllm_finds_it_whatever_the_tokenizer_does_with_s
         more = {"tokenizer": engine, "eos_token_ids": stop_ids, "response_length": len(says)}
         while output is None or output.is_cancel:
             output = run(engine, params, output=output, **more)
-            assert output.metrics["num_calls"] <= 2 * len(cuts) + 1, "twice for a cut, if that is within a character"
+            again = engine.decode(output.response_ids).count("\ufffd")  # each may make vLLM forget
+            assert output.metrics["num_calls"] <= 2 * len(cuts) + 1 + again, "twice for a cut, if that is within a character"
         return output
 
     request = {**params, "max_tokens": len(says), "stop_token_ids": stop_ids}
