@@ -300,7 +300,8 @@ class AgentLoopWorker:
         try:
             output = await self.agent_loop.run(sampling_params, **sample)
         except Exception as error:
-            raise RuntimeError(f"sample {sample.get('uid', '?')}: {type(error).__name__}: {error}") from error
+            cause = getattr(error, "cause", None) or error  # of what an actor raised: Ray's own text quotes a whole traceback
+            raise RuntimeError(f"sample {sample.get('uid', '?')}: {type(cause).__name__}: {cause}") from error
         lengths = {"prompt_length": len(output.prompt_ids), "response_length": len(output.response_ids)}
         return output, {"generate_sequences": time.perf_counter() - start, **lengths, **output.metrics}
 

@@ -442,6 +442,7 @@ class Run:
 
     def _look_at_model(self) -> None:
         self.tokenizer, self.eos_token_ids = load_tokenizer(self.source)
+        check_architecture(self.source)
         check_prompts(self.problems, self.tokenizer, self.config)
         test = self.problems.test(self.config.eval_problems)
         self.test_prompts = make_prompts(test, "test", 1, self.config.seed, temperature=0)
@@ -474,8 +475,8 @@ class Run:
     def start(self) -> None:
         """Everything that is slow to start, at the same time: Ray, the engines, the workers, and the policy in this process.
 
-        Raises UsageError where a look at the model, or at the prompts through its tokenizer, shows what cannot work; only
-        after that is anything written.
+        Raises UsageError where the model cannot be trained, or a look at it or at the prompts through its tokenizer shows what
+        cannot work; only after that is anything written.
         """
         config, plan = self.config, self.plan
         # Ray starts in this thread, since the kernel ends its processes with the thread that started them.
@@ -489,8 +490,8 @@ class Run:
         # Without retries: Ray would print a page for each.
         ready = [server.ready.options(max_task_retries=0).remote() for server in self.servers.actors]
         looking.result()
-        if self.trains:
-            self._make_folder()
+        if self.trains and config.resume:
+            self._make_folder()  # it is there; from here on no one else may go on with it
         from trainer import Timeline
 
         self.timeline = Timeline()
@@ -498,6 +499,8 @@ class Run:
             self._answers(ready)  # vLLM measures what is free on the GPU: what others take meanwhile it would count as its own
         if self.trains:
             self._start_trainer(places[:more_trainers], trainer_cores)
+            if not config.resume:
+                self._make_folder()
             self._load_first_rollouts()
         workers = self._start_workers(names)  # last: until here the cores were busy with what takes longest, the import of vLLM
         devices = self._answers(ready)
@@ -882,6 +885,7 @@ class Servers:
         self.weights: Any = None  # in the object store, as of the last update,
         self.version = 0  # and the version that they have
         self.updating = asyncio.Lock()  # held while weights go out
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="transfer")  # at the end asyncio would wait for one of its own
 
     async def update(self, trainer: Any) -> None:
         """The weights go out once, and all servers take them: from Ray's object store, or GPU to GPU."""
@@ -892,7 +896,8 @@ class Servers:
             self.version = trainer.param_version
             self.weights = ray.put(np.frombuffer(trainer.weights(), np.uint8))
             if self.transfer is not None:  # what was put serves a server that has to be started again
-                await asyncio.wait_for(asyncio.to_thread(self.transfer.send, self.version), self.timeout_s)
+                sent = asyncio.get_running_loop().run_in_executor(self._thread, self.transfer.send, self.version)
+                await asyncio.wait_for(sent, self.timeout_s)
             else:
                 await asyncio.gather(*[server.update_weights.remote(self.weights, self.version) for server in self.actors])
 
@@ -1159,7 +1164,12 @@ def load_tokenizer(model: str) -> tuple[Any, list[int]]:
         ) from error
     try:
         generation = GenerationConfig.from_pretrained(model)
-    except OSError:
+    except (OSError, ValueError, TypeError) as error:
+        if not isinstance(error, OSError) or (Path(model) / "generation_config.json").exists():
+            why = str(error).strip().splitlines()[0]
+            raise UsageError(
+                f"--model {model}: its generation_config.json cannot be read ({why}): mend it or remove it"
+            ) from error
         generation = GenerationConfig()  # a model need not come with one
     found: set[int] = set()
     for source in (config, generation, tokenizer):
@@ -1170,6 +1180,17 @@ def load_tokenizer(model: str) -> tuple[Any, list[int]]:
     if tokenizer.chat_template is None:
         raise UsageError(f"{model} has no chat template, so a prompt has no form: use a chat or instruct model")
     return tokenizer, sorted(found)
+
+
+def check_architecture(model: str) -> None:
+    """Raises UsageError for a model of text and pictures of which transformers loads the text's part alone: vLLM builds all of
+    it, under other names, and would not know the weights that it is sent."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    config = AutoConfig.from_pretrained(model)
+    built, trained = config.architectures or [], MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if trained is not None and any("ForConditionalGeneration" in name for name in built) and trained.__name__ not in built:
+        raise UsageError(f"--model {model}: vLLM builds {built[0]}, training {trained.__name__}: choose a model of text only")
 
 
 def model_lengths(model: str, config: Config) -> dict[str, int]:
@@ -1366,7 +1387,8 @@ def reserve(bundles: list[dict[str, int]], patience_s: float = 60) -> list[dict[
 
 
 def make_trainer(config: Config, source: str, resume_from: Path | None, device: str) -> Any:
-    """A GRPOTrainer with the settings of `config`; sharded, where this process has joined a group."""
+    """A GRPOTrainer with the settings of `config`; sharded, where this process has joined a group. Raises UsageError for a
+    model that cannot be trained."""
     import torch
 
     from trainer import GRPOTrainer, load_checkpoint, load_policy, shard
@@ -1377,7 +1399,10 @@ def make_trainer(config: Config, source: str, resume_from: Path | None, device: 
     knobs = {f.name for f in dataclasses.fields(GRPOTrainer) if f.init} - {"model", "reference"}
 
     def load(path: str, gradient_checkpointing: bool = False) -> Any:
-        model = load_policy(path, dtype, gradient_checkpointing, attention).to(device)
+        try:
+            model = load_policy(path, dtype, gradient_checkpointing, attention).to(device)
+        except ValueError as error:
+            raise UsageError(f"--model {str(error).strip().splitlines()[0]}") from error
         return shard(model) if torch.distributed.is_initialized() else model
 
     trainer = GRPOTrainer(
@@ -1969,7 +1994,9 @@ def what_engines_said(temporary: str) -> list[str]:
 def describe_failure(run: Run, error: Exception) -> str:
     """One line: what went wrong, where its traceback is, and how to go on. Writes the traceback, if the disk takes it, and if
     the run has a folder."""
-    said = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    cause = getattr(error, "cause", None)  # of what an actor raised; Ray's own text quotes a whole traceback before it
+    text = f"{type(cause).__name__}: {cause}" if cause else str(error)
+    said = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
     # Of an actor that died in its constructor Ray says so first, and why at the end of a traceback.
     line = f"error: {said[0]}{f' {said[-1]}' if 'error raised in its creation task' in said[0] else ''}"
     engine = what_engines_said(run.temporary) if "Engine core initialization failed" in said[-1] else []
@@ -2192,11 +2219,12 @@ def check_config(config: Config) -> None:
         raise UsageError("--compare trains, and --eval-only does not: leave one of them out")
     rows = config.batch_size * config.group_size
     ahead = config.max_staleness if config.mode == "partial" or config.compare else 0
+    at_once = rows * min(1 + ahead, config.steps)
     if config.num_mini_batches > rows:
         raise UsageError(f"--num-mini-batches {config.num_mini_batches}: a batch has {rows} responses; give at most that")
-    if rows * (1 + ahead) > 2**15 * config.rollout_servers:  # VLLMServer has room for twice as many
+    if at_once > 2**15 * config.rollout_servers:  # VLLMServer has room for twice as many
         raise UsageError(
-            f"--batch-size {config.batch_size} and --group-size {config.group_size} are {rows * (1 + ahead)} responses at once"
+            f"--batch-size {config.batch_size} and --group-size {config.group_size} are {at_once} responses at once"
             f"{f', with --max-staleness {ahead}' * bool(ahead)}: give at most {2**15} for each of the --rollout-servers"
         )
     if config.clip_low > 1:

@@ -261,6 +261,19 @@ def test_a_sample_that_raises_is_named_with_its_worker(idle: Any) -> None:
         AgentLoopManager(workers).generate_sequences(prompts)
 
 
+def test_of_what_a_server_raised_the_cause_is_named(ray: Any) -> None:
+    """Ray's own error would quote the server's traceback before it comes to that."""
+
+    async def run(sampling_params: dict, **sample: Any) -> Any:
+        raise RayTaskError("generate", "Traceback (most recent call last):\n ...\nKeyError: 'b'", KeyError("b"))
+
+    from ray.exceptions import RayTaskError
+
+    worker = AgentLoopWorker(lambda: SimpleNamespace(run=run))
+    with pytest.raises(RuntimeError, match=r"^sample s0: KeyError: 'b'$"):
+        asyncio.run(worker.generate_sequences(batch_of([[1]])))
+
+
 def test_the_siblings_of_a_sample_that_raises_end_with_it(idle: Any) -> None:
     """No one waits for them any more."""
     workers, notes = idle

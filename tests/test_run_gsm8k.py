@@ -328,6 +328,7 @@ def test_bad_input_ends_in_one_line_that_names_the_value(
         ({"chat_template.jinja": None}, "has no chat template, so a prompt has no form: use a chat or instruct model"),
         ({"config.json": "{"}, "config.json is no JSON ("),
         ({"config.json": "[]"}, "config.json is no JSON object"),
+        ({"generation_config.json": '{"pad_token_id": -1}'}, "could not be saved again: mend it (- "),
     ],
 )
 def test_a_model_that_cannot_do_the_job_is_named(
@@ -341,6 +342,18 @@ def test_a_model_that_cannot_do_the_job_is_named(
     err = capsys.readouterr().err
     assert err.startswith("error: ") and line in err and err.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_model_of_text_and_pictures_whose_text_alone_would_be_trained_is_refused(tmp_path: Path) -> None:
+    """vLLM builds all of it, and would be sent weights under names that it does not know. Of other models it says nothing."""
+    from transformers import Gemma3Config, Qwen3_5Config
+
+    Qwen3_5Config(architectures=["Qwen3_5ForConditionalGeneration"]).save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match=r"builds Qwen3_5ForConditionalGeneration, training Qwen3_5ForCausalLM: "):
+        run_gsm8k.check_architecture(str(tmp_path))
+    Gemma3Config(architectures=["Gemma3ForConditionalGeneration"]).save_pretrained(tmp_path)
+    for model in (tmp_path, POCKET):
+        run_gsm8k.check_architecture(str(model))
 
 
 def test_an_output_folder_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -461,6 +474,10 @@ def test_every_id_that_ends_a_response_is_known(tmp_path: Path) -> None:
     assert run_gsm8k.load_tokenizer(str(model))[1] == [2, 5, 7]
     (model / "generation_config.json").unlink()
     assert run_gsm8k.load_tokenizer(str(model))[1] == [2, 5]
+    for broken in ("{", "[]", '{"num_beams": 2, "num_return_sequences": 3}'):  # ids would be missed in silence
+        (model / "generation_config.json").write_text(broken)
+        with pytest.raises(UsageError, match=r"its generation_config.json cannot be read \(.+\): mend it or remove it"):
+            run_gsm8k.load_tokenizer(str(model))
 
 
 def begun(folder: Path, *argv: str) -> Path:
@@ -866,6 +883,25 @@ def test_a_temporary_folder_with_a_long_name_is_refused(monkeypatch: pytest.Monk
         run_gsm8k.check_temporary_folder("")
 
 
+def test_of_what_an_actor_raised_the_cause_is_said(tmp_path: Path) -> None:
+    """Ray's text begins with where it was, and ends, a traceback later, with what it was."""
+    from ray.exceptions import RayTaskError
+
+    run = make_run(tmp_path)
+    error = RayTaskError("update_weights", "Traceback (most recent call last):\n  File ...\nValueError: why", ValueError("why"))
+    for raised in (error, error.as_instanceof_cause()):
+        assert run_gsm8k.describe_failure(run, raised).startswith("error: ValueError: why; ")
+    assert not str(error).startswith("ValueError: why"), "else the rule is not needed any more"
+
+
+def test_no_more_runs_ahead_than_the_run_has() -> None:
+    """Of five steps with --max-staleness 8 no more than five batches are ever asked for."""
+    argv = ["--preset", "pocket", "--mode", "partial", "--batch-size", "512", "--max-staleness", "8", "--steps"]
+    assert parse_config([*argv, "5"])[0].steps == 5
+    with pytest.raises(UsageError, match="36864 responses at once"):
+        parse_config([*argv, "9"])
+
+
 def test_a_failure_says_how_to_go_on(tmp_path: Path) -> None:
     """With flags that find the run, whatever its name."""
     run = run_gsm8k.Run(parse_config(["--preset", "pocket", "--out", str(tmp_path / "my runs"), "--name", "exp/a"])[0])
@@ -929,6 +965,20 @@ def test_a_group_out_of_a_checkpoint_goes_on_as_it_began(tmp_path: Path) -> None
 
 def servers_of(*actors: Any, server_timeout_s: float = 60) -> run_gsm8k.Servers:
     return run_gsm8k.Servers(actors, timeout_s=1800, server_timeout_s=server_timeout_s)
+
+
+def test_a_weight_transfer_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run ends while the thread that sends still hangs: in asyncio's own pool it would be waited for."""
+    import ray
+
+    monkeypatch.setattr(ray, "put", lambda array: array)
+    go_on, ended = threading.Event(), threading.Event()
+    servers = run_gsm8k.Servers([], timeout_s=0.01, server_timeout_s=60)
+    servers.transfer = SimpleNamespace(send=lambda version: (go_on.wait(60), ended.set()))
+    with pytest.raises(TimeoutError):
+        asyncio.run(servers.update(SimpleNamespace(param_version=1, weights=lambda: memoryview(b"weights"))))
+    assert not ended.is_set()
+    go_on.set()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("vLLM refused\n  it all"), TimeoutError()])
