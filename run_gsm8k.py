@@ -1402,7 +1402,8 @@ def make_trainer(config: Config, source: str, resume_from: Path | None, device: 
         try:
             model = load_policy(path, dtype, gradient_checkpointing, attention).to(device)
         except ValueError as error:
-            raise UsageError(f"--model {str(error).strip().splitlines()[0]}") from error
+            why = str(error).strip().splitlines()[0].removeprefix(f"{path}: ")
+            raise UsageError(f"--model {path}: {why}") from error
         return shard(model) if torch.distributed.is_initialized() else model
 
     trainer = GRPOTrainer(
@@ -2227,6 +2228,8 @@ def check_config(config: Config) -> None:
             f"--batch-size {config.batch_size} and --group-size {config.group_size} are {at_once} responses at once"
             f"{f', with --max-staleness {ahead}' * bool(ahead)}: give at most {2**15} for each of the --rollout-servers"
         )
+    if config.eval_problems > 2**15 * config.rollout_servers:
+        raise UsageError(f"--eval-problems {config.eval_problems}: give at most {2**15} for each of the --rollout-servers")
     if config.clip_low > 1:
         raise UsageError(f"--clip-low {config.clip_low}: no ratio is below 0; give at most 1")
     if config.format_score >= 1:

@@ -297,6 +297,7 @@ def test_each_response_has_a_seed_of_its_own_that_depends_on_nothing_else() -> N
             "--batch-size 512 and --group-size 8 are 36864 responses at once, with --max-staleness 8: give at most 32768",
         ),
         (["--compare", "--batch-size", "512", "--max-staleness", "8"], "36864 responses at once, with --max-staleness 8"),
+        (["--eval-problems", "32769"], "--eval-problems 32769: give at most 32768 for each of the --rollout-servers"),
         (["--format-score", "1"], "--format-score 1.0: give at least 0, and less than the 1 of a right answer"),
         (["--colocate"], "--colocate with --mode one-step-off: rollouts go on while it trains; use --mode sync"),
         (
