@@ -15,6 +15,7 @@ import inspect
 import json
 import math
 import os
+import pickle
 import random
 import select
 import shlex
@@ -901,6 +902,24 @@ def test_no_more_runs_ahead_than_the_run_has() -> None:
     assert parse_config([*argv, "5"])[0].steps == 5
     with pytest.raises(UsageError, match="36864 responses at once"):
         parse_config([*argv, "9"])
+
+
+def test_a_worker_tokenizes_without_torch() -> None:
+    """It is given its tokenizer, which needs little of transformers; AutoTokenizer imports all of torch. Both say the same."""
+    tokenizer, _ = run_gsm8k.load_tokenizer(str(POCKET))
+    message = [{"role": "user", "content": "1 + 2"}]
+    code = """
+import pickle, sys
+from partial_rollout import PartialSingleTurnAgentLoop
+loop = PartialSingleTurnAgentLoop(None, pickle.load(sys.stdin.buffer), response_length=9, max_model_len=99, eos_token_ids=[])
+ids = loop.encode_prompt([{"role": "user", "content": "1 + 2"}])
+print(ids == [int(i) for i in sys.argv[1:]], loop.decode(ids) != "", "torch" in sys.modules)
+"""
+    ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+    argv = [sys.executable, "-c", code, *map(str, ids)]
+    root = Path(run_gsm8k.__file__).parent
+    done = subprocess.run(argv, input=pickle.dumps(tokenizer), cwd=root, capture_output=True, timeout=120)
+    assert done.stdout == b"True True False\n", done.stderr.decode()
 
 
 def test_a_failure_says_how_to_go_on(tmp_path: Path) -> None:

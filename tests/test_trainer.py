@@ -858,11 +858,17 @@ def measure(case: tuple[str, RolloutBatch, dict[str, Any], bool], sharded: bool)
     return {name: g.full_tensor() if sharded else g for name, g in gradient(trainer).items()}, metrics
 
 
-def rank_of_a_group(rank: int, world_size: int, folder: str) -> None:
-    """What each of the processes does; the first one keeps what it finds, in files."""
+def rank_of_groups(rank: int, folder: str) -> None:
+    """What each of three processes does: alone, as one of two, as one of three."""
     faulthandler.enable()  # one of them once ended by SIGSEGV: the next time it says where
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    for world_size in range(rank + 1, 4):
+        rank_of_a_group(rank, world_size, f"{folder}/{world_size}")
+
+
+def rank_of_a_group(rank: int, world_size: int, folder: str) -> None:
+    """Keeps what it finds in files."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
     found = {case[0]: measure(case, sharded=True) for case in sharded_cases()}
     trainer = GRPOTrainer(shard(tiny_llama()), learning_rate=0.1)
@@ -892,14 +898,24 @@ def rank_of_a_group(rank: int, world_size: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where groups of one, two and three processes have left what they found: 1/, 2/ and 3/."""
+    folder = tmp_path_factory.mktemp("groups")
+    for world_size in (1, 2, 3):
+        (folder / str(world_size)).mkdir()
+    torch.multiprocessing.spawn(rank_of_groups, (str(folder),), nprocs=3)
+    return folder
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_gradient_of_several_processes_is_that_of_one(world_size: int, tmp_path: Path) -> None:
+def test_the_gradient_of_several_processes_is_that_of_one(world_size: int, groups: Path) -> None:
     """Whatever the spread: processes with fewer micro-batches than others, with none, a model with and without a tied head.
 
     A loss that is not finite stops all of them with the same words, and a checkpoint is that of one process.
     """
-    torch.multiprocessing.spawn(rank_of_a_group, (world_size, str(tmp_path)), nprocs=world_size)
-    found = [torch.load(tmp_path / f"found-{rank}") for rank in range(world_size)]
+    folder = groups / str(world_size)
+    found = [torch.load(folder / f"found-{rank}") for rank in range(world_size)]
     for case in sharded_cases():
         truth, metrics = measure(case, sharded=False)
         for mine in found:
@@ -913,7 +929,7 @@ def test_the_gradient_of_several_processes_is_that_of_one(world_size: int, tmp_p
         assert mine["nested"] == [True, True], "a layer's weights are gathered when it is computed, wherever it stands"
     whole = GRPOTrainer(tiny_llama(tied=True), learning_rate=1e-3)
     whole.update(random_batch(0))
-    path = tmp_path / "torch.float32" / "step_000001"
+    path = folder / "torch.float32" / "step_000001"
     saved = load_policy(str(path)).state_dict()
     for name, weight in whole.model.state_dict().items():
         torch.testing.assert_close(saved[name], weight, rtol=1e-3, atol=1e-4)
