@@ -479,8 +479,8 @@ class Run:
         cannot work; only after that is anything written.
         """
         config, plan = self.config, self.plan
-        # Ray starts in this thread, since the kernel ends its processes with the thread that started them.
-        looking = ThreadPoolExecutor(1).submit(self._look_at_model)
+        # In this thread, since the kernel ends Ray's processes with the thread that started them; and first, since all of the
+        # rest is done while the engines' two processes import vLLM one after the other, on another core.
         self._start_ray()
         own_cores = plan.device == "cpu" and not config.ray_address
         trainer_cores, rollout_cores = split_cores() if own_cores else (None, None)
@@ -489,7 +489,7 @@ class Run:
         names = self._start_servers(places[more_trainers:], rollout_cores)
         # Without retries: Ray would print a page for each.
         ready = [server.ready.options(max_task_retries=0).remote() for server in self.servers.actors]
-        looking.result()
+        self._look_at_model()
         if self.trains and config.resume:
             self._make_folder()  # it is there; from here on no one else may go on with it
         from trainer import Timeline

@@ -13,7 +13,7 @@ import pytest
 
 import run_gsm8k
 import trainer
-from processes import command, finished, metrics_of, processes
+from processes import SMALL, command, finished, metrics_of, processes
 
 ROOT = Path(run_gsm8k.__file__).parent
 
@@ -39,7 +39,9 @@ def whole(whole_folder: Path) -> list[dict[str, float]]:
     return rows
 
 
-def test_a_run_that_is_killed_and_resumed_is_the_same_to_the_bit(tmp_path: Path, whole: list[dict[str, float]]) -> None:
+def test_a_run_that_is_killed_and_resumed_is_the_same_to_the_bit(
+    tmp_path: Path, whole: list[dict[str, float]], capsys: pytest.CaptureFixture
+) -> None:
     """Killed -9 and resumed, a run writes the lines of one that nothing happened to.
 
     This one is evaluated at every step, which must change nothing, and finds a checkpoint that is harmed.
@@ -63,9 +65,8 @@ def test_a_run_that_is_killed_and_resumed_is_the_same_to_the_bit(tmp_path: Path,
     last = (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()[-1]
     assert 0 <= json.loads(last)["eval/accuracy"] <= 1
     assert all(f"`{key}`" in (ROOT / "README.md").read_text() for key in json.loads(last) if key != "step"), "explained"
-    over = command("--out", str(tmp_path), "--name", "killed", "--resume")
-    out, err = over.communicate(timeout=240)
-    assert over.returncode == 0 and "nothing left to do" in out and metrics_of(tmp_path / "killed") == whole, err
+    assert run_gsm8k.main([*SMALL, "--out", str(tmp_path), "--name", "killed", "--resume"]) == 0
+    assert "nothing left to do" in capsys.readouterr().out and metrics_of(tmp_path / "killed") == whole
 
 
 def test_a_run_whose_engine_and_worker_are_killed_loses_nothing(tmp_path: Path, whole: list[dict[str, float]]) -> None:
