@@ -331,8 +331,8 @@ class AgentLoopBase:
         return list(self._last_prompt[1])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special tokens left out."""
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+        """The text of `ids`, special tokens left out, and spaces as they are: the engine searches it like that."""
+        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def stop_ids(self, sampling_params: Mapping[str, Any]) -> frozenset[int]:
         """The ids that end a response under these parameters."""
@@ -560,11 +560,14 @@ class VLLMServer:
     ) -> None:
         if engine_args.get("speculative_config"):
             raise ValueError("speculative_config: a drafted token is not drawn with the noise of its position; leave it out")
+        if engine_args.get("logits_processors"):
+            raise ValueError("logits_processors: what they remember of a response would be lost at a cut; leave them out")
         # Read when vLLM is imported, here and in the engine's own process, which must find this file too.
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         # The engine has a process of its own either way; with "1" a CPU engine would have one more, for its only worker.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if engine_args.get("tensor_parallel_size", 1) == 1 else "1"
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # WorkerExtension reaches into V1
+        os.environ["VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"] = "0"  # else a name asked for twice at once would wait for ever
         root = Path(__file__).resolve().parents[__name__.count(".")]  # of the package, where this file is part of one
         os.environ["PYTHONPATH"] = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
         if (engine_args.get("weight_transfer_config") or {}).get("backend") == "ipc":
@@ -748,11 +751,12 @@ class VLLMServer:
 
     async def _take_one(self, put_in: Callable[[], Any]) -> Any:
         async with self._door:
-            outputs = await put_in()
+            entering = asyncio.ensure_future(put_in())
             try:
+                outputs = await asyncio.shield(entering)
                 await self._go_on()
             except asyncio.CancelledError:
-                await self._abort(outputs)
+                await self._abort(await entering)  # vLLM may know it already, before add_request returns
                 raise
         return outputs
 
@@ -901,7 +905,7 @@ class VLLMServer:
 
     async def _reset_prefix_cache(self, tries: int = 20, pause_s: float = 0.05) -> None:
         for _ in range(tries):
-            if await self.engine.reset_prefix_cache():
+            if await self.engine.reset_prefix_cache(reset_connector=True):  # blocks that were moved to CPU memory as well
                 return
             await asyncio.sleep(pause_s)  # blocks of a request that just ended may not be free yet
         raise RuntimeError("vLLM refused to clear its prefix cache while requests run; a stale cache must not be used")
@@ -1119,12 +1123,13 @@ class WorkerExtension:
         import numpy as np
         import torch
         from vllm.utils.torch_utils import async_tensor_h2d
-        from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+        from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
         runner = self.model_runner
 
         def forward(logits: Any, generators: Any, k: Any, p: Any) -> tuple[Any, Any]:
-            logits = apply_top_k_top_p(logits, k, p)
+            # Seam: by sorting, on a GPU too. There vLLM has two kernels, and the size of the batch chooses between them.
+            logits = apply_top_k_top_p_pytorch(logits, k, p)
             logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
             ids = runner.input_batch.req_ids
             seeds = np.array([runner.requests[i].sampling_params.extra_args["noise_seed"] for i in ids], np.uint64)

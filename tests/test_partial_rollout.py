@@ -68,7 +68,7 @@ class Bytes:
     def apply_chat_template(self, messages: Sequence[dict[str, str]], **_: Any) -> list[int]:
         return list(messages[-1]["content"].encode())
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, ids: Sequence[int], **_: bool) -> str:
         self.decoded.append(list(ids))
         return text_of(ids)
 
@@ -515,7 +515,7 @@ class Script:
     def apply_chat_template(self, *_: Any, **__: Any) -> list[int]:
         return self.prompt_ids
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True, **_: bool) -> str:
         return spaced().decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     async def generate_for_partial(
@@ -915,9 +915,9 @@ class NoEngine:
     async def is_sleeping(self) -> bool:
         return self.asleep or self.paused  # as vLLM's
 
-    async def reset_prefix_cache(self) -> bool:
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         await asyncio.sleep(0)
-        return True
+        return reset_connector  # else blocks of the old weights would come back from where they were moved to
 
     async def collective_rpc(self, method: str, args: Any = ()) -> None:
         assert (self.paused and not self.inside) or method != "load_weights"
@@ -1292,9 +1292,54 @@ def test_a_request_that_vllm_ends_by_an_error_is_no_response() -> None:
     assert_no_row_is_lost(server)
 
 
-def test_speculative_decoding_is_refused() -> None:
+def test_what_an_engine_would_forget_at_a_cut_is_refused() -> None:
     with no_engine(), pytest.raises(ValueError, match="speculative_config: a drafted token"):
         VLLMServer("model", speculative_config={"method": "ngram"})
+    with no_engine(), pytest.raises(ValueError, match="logits_processors: what they remember"):
+        VLLMServer("model", logits_processors=["mine.Counts"])
+
+
+def test_who_gives_up_while_vllm_takes_the_request_leaves_nothing_in_the_engine() -> None:
+    """vLLM knows a request before it has sent it to its engine, and so before add_request returns."""
+    with no_engine():
+        server = VLLMServer("model")
+    inside, returns, aborted = asyncio.Event(), asyncio.Event(), []
+
+    async def add_request(request_id: str, *_: Any) -> Any:
+        inside.set()
+        await returns.wait()
+        return SimpleNamespace(request_id=request_id)
+
+    async def abort(request_id: str, internal: bool) -> None:
+        aborted.append(request_id)
+
+    server.engine.add_request, server.engine.abort = add_request, abort
+
+    async def check() -> None:
+        asked = asyncio.ensure_future(ask_server(server, None))
+        await inside.wait()
+        asked.cancel()
+        await asyncio.sleep(0)
+        returns.set()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(asked, 10)
+        assert aborted == ["rNone"] and not server._door.locked()
+        assert_no_row_is_lost(server)
+
+    with no_engine():
+        asyncio.run(check())
+
+
+def test_text_has_the_spaces_that_the_engine_sees() -> None:
+    """Some tokenizers of transformers tidy up what they decode; vLLM does not, and searches it for stop strings."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    bare = Tokenizer(models.WordPiece({"[UNK]": 0, "is": 1, "it": 2, "?": 3}, unk_token="[UNK]"))
+    bare.decoder = decoders.WordPiece(cleanup=False)
+    tidy = PreTrainedTokenizerFast(tokenizer_object=bare, unk_token="[UNK]", clean_up_tokenization_spaces=True)
+    loop = PartialSingleTurnAgentLoop(None, tidy, response_length=9, max_model_len=99, eos_token_ids=[])
+    assert tidy.decode([1, 2, 3]) == "is it?" and loop.decode([1, 2, 3]) == bare.decode([1, 2, 3]) == "is it ?"
 
 
 def test_weights_from_gpu_to_gpu_pass_the_same_door() -> None:
