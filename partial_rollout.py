@@ -210,27 +210,25 @@ def find_stop(
     # A character that the first min_tokens tokens only begin decodes to U+FFFD there; it ends later, so it counts.
     whole = (decode(response_ids[:n]).rstrip("\ufffd") for n in range(max(0, min_tokens - 3), min_tokens + 1))
     floor = max(map(len, whole)) if min_tokens else 0
-    low, high = max(searched, min_tokens), len(response_ids)  # a match needs more than `low` tokens, and `high` are enough
 
     def stops(text: str) -> bool:
         return any(text.find(s, max(0, floor - len(s) + 1)) >= 0 for s in stop)
 
-    def clean(n: int) -> tuple[int, str]:
-        """The first n tokens, or the most of them that are text without U+FFFD, and that text."""
-        while "\ufffd" in (text := decode(response_ids[:n])) and n > low:
-            n -= 1
-        return n, text
-
-    last, text = clean(high)
-    if not stops(text):
+    def first(low: int, before: str, high: int, after: str) -> int | None:
+        """A bisection: the fewest tokens that stop, more than `low`, whose text is `before`, and at most `high`."""
         # Seam: the decoders of some tokenizers give up a whole run of bytes that is not UTF-8 (yet): a character begun behind
         # "é" takes the "é" away again. An engine has seen it by then; one whose request began between the two has not.
-        return next((n for n in range(last + 1, high + 1) if stops(decode(response_ids[:n]))), None)
-    high = last
-    while high - low > 1:
+        may_hide_one = "\ufffd" in after.removeprefix(before)
+        if not stops(after) and (not may_hide_one or high - low == 1):
+            return None
+        if high - low == 1:
+            return high
         middle = (low + high) // 2
-        low, high = (low, middle) if stops(clean(middle)[1]) else (middle, high)
-    return high
+        text = decode(response_ids[:middle])
+        return first(low, before, middle, text) or first(middle, text, high, after)
+
+    low, high = max(searched, min_tokens), len(response_ids)
+    return first(low, "", high, decode(response_ids)) if low < high else None
 
 
 def all_finite(logprobs: Sequence[float]) -> bool:
@@ -376,6 +374,7 @@ class PartialSingleTurnAgentLoop(AgentLoopBase):
 
         stop_ids = self.stop_ids(sampling_params)
         new_ids, new_logprobs, cancelled, num_calls = [], [], False, output.metrics.get("num_calls", 0)
+        was_wrong = False
         if len(old_ids) < budget:  # Seam: with nothing left to ask for, no call is made
             params = remaining_params(sampling_params, len(old_ids), budget) | {"stop_token_ids": sorted(stop_ids)}
             request = {"prompt_ids": prompt_ids + old_ids, "sampling_params": params, "param_version": param_version}
@@ -405,13 +404,17 @@ class PartialSingleTurnAgentLoop(AgentLoopBase):
 
             if cut := find_stop(response_ids, stop, sampling_params.get("min_tokens") or 0, text_of, len(old_ids)):
                 response_ids, logprobs, reason = response_ids[:cut], logprobs[:cut], "stop"
-            elif reason == "stop" and response_ids[-1] not in stop_ids:
+            elif reason == "stop" and new_ids and new_ids[-1] not in stop_ids:
                 # Seam: of a request that begins within a character vLLM takes the prompt for new text, and finds the stop
-                # string there; after bytes that are no character it forgets what came before. The next request will go on.
-                reason = "abort" if "\ufffd" in text_of(old_ids)[-1:] + text_of(response_ids) else "stop"
+                # string there; after bytes that are no character it forgets what came before. It has to go on.
+                reason = "abort" if (was_wrong := "\ufffd" in text_of(old_ids)[-1:] + text_of(response_ids)) else "stop"
         spans = extend_spans(output.spans, param_version, len(response_ids) - len(old_ids))
         more = {"metrics": {"num_calls": num_calls}, "request_id": request_id}
-        return AgentLoopOutput(prompt_ids, response_ids, [1] * len(response_ids), logprobs, spans, reason, **more)
+        output = AgentLoopOutput(prompt_ids, response_ids, [1] * len(response_ids), logprobs, spans, reason, **more)
+        if was_wrong:
+            again = {"raw_prompt": raw_prompt, "param_version": param_version}
+            return await PartialSingleTurnAgentLoop.run(self, sampling_params, output=output, **again)
+        return output
 
 
 @register("single_turn_agent")
@@ -756,7 +759,9 @@ class VLLMServer:
                 outputs = await asyncio.shield(entering)
                 await self._go_on()
             except asyncio.CancelledError:
-                await self._abort(await entering)  # vLLM may know it already, before add_request returns
+                await asyncio.wait({entering})  # vLLM may know it already, before add_request returns
+                if not entering.cancelled() and not entering.exception():
+                    await self._abort(entering.result())
                 raise
         return outputs
 

@@ -351,7 +351,8 @@ def read_answer(text: str, mode: str = "strict") -> Decimal | None:
     if not numbers or (mode == "strict" and len(numbers) > 1):
         return None
     minus, inner_minus, digits = numbers[-1]
-    return Decimal(digits.replace(",", "")) * (-1 if minus or inner_minus else 1)
+    number = Decimal(digits.replace(",", ""))
+    return number.copy_negate() if minus or inner_minus else number  # a product would be rounded
 
 
 def compute_reward(response: str, ground_truth: str, mode: str = "strict", format_score: float = 0.0) -> float:
@@ -1047,7 +1048,7 @@ def check_companions() -> None:
                 importlib.import_module(name)
             except Exception as error:
                 raise UsageError(
-                    f"{name} is installed but broken here ({str(error).splitlines()[0]}), and transformers cannot be imported "
+                    f"{name} is installed but broken here ({first_line(error)}), and transformers cannot be imported "
                     f"beside it. Text models need none of them: pip uninstall -y torchvision torchaudio torchcodec"
                 ) from error
 
@@ -1082,6 +1083,11 @@ def make_agent_loop(loop: str, tokenizer: Any, servers: list[str], eos_token_ids
 
     manager = LLMServerManager([ray.get_actor(name) for name in servers])
     return get_agent_loop(loop)(manager, ray.get(tokenizer), eos_token_ids=eos_token_ids, **lengths)
+
+
+def first_line(error: Exception) -> str:
+    """Of what it says; of one that says nothing, its name."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def user_name() -> str:
@@ -1162,13 +1168,13 @@ def load_tokenizer(model: str) -> tuple[Any, list[int]]:
         config, tokenizer = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"--model {model} cannot be loaded ({str(error).strip().splitlines()[0]}): give a Hugging Face folder or a hub name"
+            f"--model {model} cannot be loaded ({first_line(error)}): give a Hugging Face folder or a hub name"
         ) from error
     try:
         generation = GenerationConfig.from_pretrained(model)
     except (OSError, ValueError, TypeError) as error:
         if not isinstance(error, OSError) or (Path(model) / "generation_config.json").exists():
-            why = str(error).strip().splitlines()[0]
+            why = first_line(error)
             raise UsageError(
                 f"--model {model}: its generation_config.json cannot be read ({why}): mend it or remove it"
             ) from error
@@ -1326,7 +1332,7 @@ def start_ray(config: Config, temporary: str, hide_gpus: int = 0) -> None:
             ray.init(config.ray_address, runtime_env={"py_modules": modules, "env_vars": environment}, **quiet)
         except (OSError, RuntimeError, ValueError) as error:
             raise UsageError(
-                f"--ray-address {config.ray_address} cannot be joined ({str(error).strip().splitlines()[0]}): this command "
+                f"--ray-address {config.ray_address} cannot be joined ({first_line(error)}): this command "
                 f"must run on a machine of the cluster, with the same versions of Python and Ray"
             ) from error
     else:
@@ -1392,6 +1398,7 @@ def make_trainer(config: Config, source: str, resume_from: Path | None, device: 
     """A GRPOTrainer with the settings of `config`; sharded, where this process has joined a group. Raises UsageError for a
     model that cannot be trained."""
     import torch
+    from safetensors import SafetensorError
 
     from trainer import GRPOTrainer, load_checkpoint, load_policy, shard
 
@@ -1403,8 +1410,8 @@ def make_trainer(config: Config, source: str, resume_from: Path | None, device: 
     def load(path: str, gradient_checkpointing: bool = False) -> Any:
         try:
             model = load_policy(path, dtype, gradient_checkpointing, attention).to(device)
-        except ValueError as error:
-            why = str(error).strip().splitlines()[0].removeprefix(f"{path}: ")
+        except (ValueError, KeyError, SafetensorError) as error:
+            why = first_line(error).removeprefix(f"{path}: ")
             raise UsageError(f"--model {path}: {why}") from error
         return shard(model) if torch.distributed.is_initialized() else model
 

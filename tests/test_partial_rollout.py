@@ -559,11 +559,12 @@ def test_a_stop_string_is_where_vllm_finds_it_whatever_the_tokenizer_does_with_s
     stop_ids, min_tokens = [len(PIECES) - 1], min(min_tokens, len(says))
     params = {"stop": stop, "min_tokens": min_tokens}
 
-    def respond(*cuts: int) -> AgentLoopOutput:
-        engine, output = Script(prompt_ids, says, cuts), None
+    def respond(*cuts: int, kind: type = PartialSingleTurnAgentLoop) -> AgentLoopOutput:
+        engine, output, calls = Script(prompt_ids, says, cuts), None, 0
         more = {"tokenizer": engine, "eos_token_ids": stop_ids, "response_length": len(says)}
         while output is None or output.is_cancel:
-            output = run(engine, params, output=output, **more)
+            output, calls = run(engine, params, output=output, kind=kind, **more), calls + 1
+            assert calls <= len(cuts) + 1, "what vLLM took for a stop is no cancel"
             again = engine.decode(output.response_ids).count("\ufffd")  # each may make vLLM forget
             assert output.metrics["num_calls"] <= 2 * len(cuts) + 1 + again, "twice for a cut, if that is within a character"
         return output
@@ -571,7 +572,7 @@ def test_a_stop_string_is_where_vllm_finds_it_whatever_the_tokenizer_does_with_s
     request = {**params, "max_tokens": len(says), "stop_token_ids": stop_ids}
     engine = Script(prompt_ids, says)
     alone, _, _ = asyncio.run(engine.generate_for_partial("", prompt_ids=prompt_ids, sampling_params=request))
-    whole, resumed = respond(), respond(*cuts)
+    whole, resumed = respond(kind=SingleTurnAgentLoop), respond(*cuts)
     assert (whole.response_ids, whole.stop_reason) == (resumed.response_ids, resumed.stop_reason)
     if "\ufffd" not in engine.decode(prompt_ids + says):  # after half a character vLLM may forget what came before
         assert whole.response_ids == alone
@@ -603,6 +604,8 @@ def test_find_stop_decodes_a_logarithm_of_the_length() -> None:
     assert find_stop([97] * 1500 + [98] * 548, ["ab"], 0, tokenizer.decode) == 1501 and len(tokenizer.decoded) <= 12
     tokenizer.decoded.clear()
     assert find_stop([97] * 2048, ["ab"], 0, tokenizer.decode) is None and len(tokenizer.decoded) == 1
+    tokenizer.decoded.clear()
+    assert find_stop([0xC3] + [97] * 2047, ["ab"], 0, tokenizer.decode) is None and len(tokenizer.decoded) <= 23
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), max_size=8))

@@ -358,6 +358,14 @@ def test_a_model_of_text_and_pictures_whose_text_alone_would_be_trained_is_refus
         run_gsm8k.check_architecture(str(model))
 
 
+def test_weights_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    """What the safetensors library raises is neither an OSError nor a ValueError, and names no file."""
+    model = shutil.copytree(POCKET, tmp_path / "model")
+    (model / "model.safetensors").write_bytes((POCKET / "model.safetensors").read_bytes()[:1000])
+    with pytest.raises(UsageError, match=f"^--model {model}: "):
+        run_gsm8k.make_trainer(parse_config(["--preset", "pocket"])[0], str(model), None, "cpu")
+
+
 def test_an_output_folder_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """A file where the folder should be."""
     (tmp_path / "runs").write_text("")
