@@ -568,8 +568,8 @@ class Run:
         from one_step_off import AgentLoopWorker, OneStepOffAgentLoopManager
 
         loop = "partial_single_turn_agent" if self.config.mode == "partial" else "single_turn_agent"
-        self.workers_tokenizer = ray.put(self.tokenizer)  # kept: a worker that is started again fetches it again
-        make_loop = functools.partial(make_agent_loop, loop, self.workers_tokenizer, names, self.eos_token_ids, self.lengths)
+        load_tokenizer = functools.partial(type(self.tokenizer).from_pretrained, self.source)
+        make_loop = functools.partial(make_agent_loop, loop, load_tokenizer, names, self.eos_token_ids, self.lengths)
         actor = ray.remote(num_cpus=0, scheduling_strategy="SPREAD", **ACTOR_OPTIONS)(AgentLoopWorker)
         workers = [actor.remote(make_loop) for _ in range(self.config.workers)]
         self.actors += workers
@@ -1072,17 +1072,19 @@ def share(cores: Sequence[int], rank: int, n: int) -> list[int]:
     return list(cores[rank::n]) or [cores[rank % len(cores)]]
 
 
-def make_agent_loop(loop: str, tokenizer: Any, servers: list[str], eos_token_ids: list[int], lengths: dict[str, int]) -> Any:
+def make_agent_loop(
+    loop: str, load_tokenizer: Callable[[], Any], servers: list[str], eos_token_ids: list[int], lengths: dict[str, int]
+) -> Any:
     """Called inside each AgentLoopWorker: an agent loop with its own tokenizer and its own view of the servers, by name.
 
-    `tokenizer` is a reference to one in Ray's object store. AutoTokenizer would import all of torch: 5 s and 330 MB a worker.
+    `load_tokenizer` knows the tokenizer's class: AutoTokenizer would import all of torch, 5 s of a core and 330 MB a worker.
     """
     import ray
 
     from partial_rollout import LLMServerManager, get_agent_loop
 
     manager = LLMServerManager([ray.get_actor(name) for name in servers])
-    return get_agent_loop(loop)(manager, ray.get(tokenizer), eos_token_ids=eos_token_ids, **lengths)
+    return get_agent_loop(loop)(manager, load_tokenizer(), eos_token_ids=eos_token_ids, **lengths)
 
 
 def first_line(error: Exception) -> str:

@@ -38,7 +38,7 @@ def finished(folder: Path, name: str, *argv: str) -> tuple[list[dict[str, float]
     """The metrics of a run, and what it printed."""
     run = command("--out", str(folder), "--name", name, *argv)
     out, err = run.communicate(timeout=240)
-    assert run.returncode == 0, err
+    assert run.returncode == 0 and "core_worker.cc" not in err, err  # where Ray once complained, in the first lines of a run
     return metrics_of(folder / name), out
 
 

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import doctest
 import errno
+import functools
 import getpass
 import hashlib
 import http.server
@@ -913,20 +914,23 @@ def test_no_more_runs_ahead_than_the_run_has() -> None:
 
 
 def test_a_worker_tokenizes_without_torch() -> None:
-    """It is given its tokenizer, which needs little of transformers; AutoTokenizer imports all of torch. Both say the same."""
+    """It knows the class of its tokenizer, which needs little of transformers; AutoTokenizer imports all of torch. Both say the
+    same."""
     tokenizer, _ = run_gsm8k.load_tokenizer(str(POCKET))
     message = [{"role": "user", "content": "1 + 2"}]
     code = """
 import pickle, sys
 from partial_rollout import PartialSingleTurnAgentLoop
-loop = PartialSingleTurnAgentLoop(None, pickle.load(sys.stdin.buffer), response_length=9, max_model_len=99, eos_token_ids=[])
+tokenizer = pickle.load(sys.stdin.buffer)()
+loop = PartialSingleTurnAgentLoop(None, tokenizer, response_length=9, max_model_len=99, eos_token_ids=[])
 ids = loop.encode_prompt([{"role": "user", "content": "1 + 2"}])
 print(ids == [int(i) for i in sys.argv[1:]], loop.decode(ids) != "", "torch" in sys.modules)
 """
     ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
     argv = [sys.executable, "-c", code, *map(str, ids)]
     root = Path(run_gsm8k.__file__).parent
-    done = subprocess.run(argv, input=pickle.dumps(tokenizer), cwd=root, capture_output=True, timeout=120)
+    load_tokenizer = functools.partial(type(tokenizer).from_pretrained, str(POCKET))
+    done = subprocess.run(argv, input=pickle.dumps(load_tokenizer), cwd=root, capture_output=True, timeout=120)
     assert done.stdout == b"True True False\n", done.stderr.decode()
 
 

@@ -93,6 +93,7 @@ def main() -> int:
     problems, missed = run_gsm8k.PocketProblems().train(0, 0, REQUESTS), False
     prompts = run_gsm8k.make_prompts(problems, "bench", 1, 0, temperature=1.0, ignore_eos=True)
     tokenizer, eos_token_ids = run_gsm8k.load_tokenizer(args.model)
+    load_tokenizer = functools.partial(type(tokenizer).from_pretrained, args.model)
     lengths = {"response_length": TOKENS, "max_model_len": 512}
     print("| at once | LLM.generate, tokens/s | ours, tokens/s | ours / LLM.generate (lowest, highest) |\n|---|---|---|---|")
     for at_once in (32, 128):
@@ -102,7 +103,7 @@ def main() -> int:
         server = actor.options(name=f"server-{at_once}").remote(args.model, cores=[core], max_num_seqs=at_once, **OPTIONS)
         ray.get(server.ready.remote())
         make = functools.partial(
-            make_agent_loop, core, "single_turn_agent", ray.put(tokenizer), [f"server-{at_once}"], eos_token_ids, lengths
+            make_agent_loop, core, "single_turn_agent", load_tokenizer, [f"server-{at_once}"], eos_token_ids, lengths
         )
         manager = AgentLoopManager([ray.remote(**options)(AgentLoopWorker).remote(make)])
         bares, ours = [], []
