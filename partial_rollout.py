@@ -216,13 +216,12 @@ def find_stop(
 
     def first(low: int, before: str, high: int, after: str) -> int | None:
         """A bisection: the fewest tokens that stop, more than `low`, whose text is `before`, and at most `high`."""
+        if high - low == 1:
+            return high if stops(after) else None
         # Seam: the decoders of some tokenizers give up a whole run of bytes that is not UTF-8 (yet): a character begun behind
         # "é" takes the "é" away again. An engine has seen it by then; one whose request began between the two has not.
-        may_hide_one = "\ufffd" in after.removeprefix(before)
-        if not stops(after) and (not may_hide_one or high - low == 1):
+        if not stops(after) and "\ufffd" not in after.removeprefix(before):
             return None
-        if high - low == 1:
-            return high
         middle = (low + high) // 2
         text = decode(response_ids[:middle])
         return first(low, before, middle, text) or first(middle, text, high, after)
@@ -374,7 +373,6 @@ class PartialSingleTurnAgentLoop(AgentLoopBase):
 
         stop_ids = self.stop_ids(sampling_params)
         new_ids, new_logprobs, cancelled, num_calls = [], [], False, output.metrics.get("num_calls", 0)
-        was_wrong = False
         if len(old_ids) < budget:  # Seam: with nothing left to ask for, no call is made
             params = remaining_params(sampling_params, len(old_ids), budget) | {"stop_token_ids": sorted(stop_ids)}
             request = {"prompt_ids": prompt_ids + old_ids, "sampling_params": params, "param_version": param_version}
@@ -407,11 +405,11 @@ class PartialSingleTurnAgentLoop(AgentLoopBase):
             elif reason == "stop" and new_ids and new_ids[-1] not in stop_ids:
                 # Seam: of a request that begins within a character vLLM takes the prompt for new text, and finds the stop
                 # string there; after bytes that are no character it forgets what came before. It has to go on.
-                reason = "abort" if (was_wrong := "\ufffd" in text_of(old_ids)[-1:] + text_of(response_ids)) else "stop"
+                reason = "abort" if "\ufffd" in text_of(old_ids)[-1:] + text_of(response_ids) else "stop"
         spans = extend_spans(output.spans, param_version, len(response_ids) - len(old_ids))
         more = {"metrics": {"num_calls": num_calls}, "request_id": request_id}
         output = AgentLoopOutput(prompt_ids, response_ids, [1] * len(response_ids), logprobs, spans, reason, **more)
-        if was_wrong:
+        if output.is_cancel and not cancelled:  # no one cut it
             again = {"raw_prompt": raw_prompt, "param_version": param_version}
             return await PartialSingleTurnAgentLoop.run(self, sampling_params, output=output, **again)
         return output
